@@ -1,0 +1,192 @@
+"""How the bytes of a block lie: layer groups, and the tensors of each group in one contiguous part.
+
+A part holds `block_size` tokens of every tensor of one group, tensor after tensor in declared order,
+each aligned to 64 bytes, the whole padded to a page. So a part moves as one copy, and a layer's share of
+many parts is one strided view of the pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..errors import BadConfig, Unsupported
+from ..units import PAGE_NBYTES, align_up
+
+TOKENS = -1
+"""Stands for the token axis in a tensor's shape."""
+
+_TENSOR_ALIGN = 64
+
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int32", "int64", "float8_e4m3fn")
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of one layer, for one block.
+
+    `shape` has `TOKENS` where the token axis is, as `(8, TOKENS, 128)` for the keys of 8 heads; a tensor
+    without it is a state at the block's end boundary (recurrent layers).
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BadConfig(f"layer {self.layer} {self.name}: dtype {self.dtype!r} is not one of {sorted(DTYPES)}")
+        if self.shape.count(TOKENS) > 1 or any(n < 1 and n != TOKENS for n in self.shape):
+            raise BadConfig(f"layer {self.layer} {self.name}: bad shape {self.shape}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def token_axis(self) -> int | None:
+        """Which axis counts tokens, or None for a state."""
+        return self.shape.index(TOKENS) if TOKENS in self.shape else None
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        return tuple(block_size if n == TOKENS else n for n in self.shape)
+
+    def nbytes(self, block_size: int) -> int:
+        return math.prod(self.block_shape(block_size)) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose KV lives and dies together: `kind` is `full`, `window` or `recurrent`.
+
+    `window` is W: a query sees itself and the W-1 tokens before it; 0 for the other kinds.
+    """
+
+    kind: str
+    tensors: tuple[TensorSpec, ...]
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "window", "recurrent"):
+            raise BadConfig(f"a layer group is full, window or recurrent, not {self.kind!r}")
+        if self.kind == "recurrent":
+            raise Unsupported("recurrent layers are not built yet: their state cannot be cut at a block boundary")
+        if (self.kind == "window") != (self.window > 0):
+            raise BadConfig(f"a {self.kind} group cannot have window {self.window}")
+        if not self.tensors:
+            raise BadConfig(f"a {self.kind} group without tensors")
+
+    def num_window_blocks(self, block_size: int) -> int:
+        """How many blocks before a boundary a query at that boundary can see: ceil((W-1)/block_size)."""
+        return -(-(self.window - 1) // block_size) if self.window else 0
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The groups of a block and where each tensor lies in its group's part."""
+
+    block_size: int
+    groups: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if size < 16 or size > 512 or size & (size - 1):
+            raise BadConfig(f"block_size is a power of two from 16 to 512, not {size}")
+        if not self.groups:
+            raise BadConfig("a layout needs at least one layer group")
+        if sum(g.kind == "full" for g in self.groups) > 1:
+            raise BadConfig("a layout has at most one full group")
+
+    @cached_property
+    def part_nbytes(self) -> tuple[int, ...]:
+        """Bytes of each group's part in a slot, padded to a page."""
+        return tuple(align_up(self._end(g), PAGE_NBYTES) for g in range(len(self.groups)))
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """For each group, the byte offset of each of its tensors in the part."""
+        return tuple(tuple(self._starts(group)) for group in self.groups)
+
+    @cached_property
+    def block_nbytes(self) -> int:
+        """Bytes of a block with all its parts."""
+        return sum(self.part_nbytes)
+
+    @cached_property
+    def full_group(self) -> int | None:
+        return next((i for i, g in enumerate(self.groups) if g.kind == "full"), None)
+
+    @cached_property
+    def num_window_blocks(self) -> tuple[int, ...]:
+        """For each group, how many blocks before a boundary it needs there; 0 for a full group."""
+        return tuple(g.num_window_blocks(self.block_size) for g in self.groups)
+
+    def group_of(self, layer: int) -> int:
+        """The group that holds `layer`'s tensors.
+
+        Raises:
+            KeyError: no group holds it.
+        """
+        return self._group_by_layer[layer]
+
+    @cached_property
+    def _group_by_layer(self) -> dict[int, int]:
+        return {t.layer: i for i, g in enumerate(self.groups) for t in g.tensors}
+
+    def views(self, parts: torch.Tensor, group: int) -> dict[tuple[int, str], torch.Tensor]:
+        """Views of each tensor over `parts`, a uint8 tensor `[n, part_nbytes]` with a contiguous last axis.
+
+        Returns `{(layer, name): tensor [n, *block_shape]}`; no copy is made.
+        """
+        views = {}
+        for spec, start in zip(self.groups[group].tensors, self.offsets[group], strict=True):
+            flat = parts[:, start : start + spec.nbytes(self.block_size)].view(spec.torch_dtype)
+            views[spec.layer, spec.name] = flat.unflatten(1, spec.block_shape(self.block_size))
+        return views
+
+    def describe(self) -> dict[str, Any]:
+        """The layout as plain values: what the identity hashes and what the log keeps."""
+        return {
+            "block_size": self.block_size,
+            "groups": [
+                {
+                    "kind": g.kind,
+                    "window": g.window,
+                    "tensors": [[t.layer, t.name, list(t.shape), t.dtype] for t in g.tensors],
+                }
+                for g in self.groups
+            ],
+        }
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> BlockLayout:
+        """The inverse of `describe`."""
+        groups = tuple(
+            LayerGroup(
+                kind=g["kind"],
+                window=g["window"],
+                tensors=tuple(TensorSpec(t[0], t[1], tuple(t[2]), t[3]) for t in g["tensors"]),
+            )
+            for g in description["groups"]
+        )
+        return cls(block_size=description["block_size"], groups=groups)
+
+    def _starts(self, group: LayerGroup) -> list[int]:
+        starts, at = [], 0
+        for spec in group.tensors:
+            starts.append(at)
+            at = align_up(at + spec.nbytes(self.block_size), _TENSOR_ALIGN)
+        return starts
+
+    def _end(self, group: int) -> int:
+        last = self.groups[group].tensors[-1]
+        return self.offsets[group][-1] + last.nbytes(self.block_size)
