@@ -1,0 +1,1 @@
+"""Simulated disks and devices, for tests; the package itself never imports them."""
