@@ -34,7 +34,9 @@ class LRU(Generic[K]):
     reorder = touch
 
     def insert(self, key: K, nbytes: int) -> None:
-        assert nbytes > 0 and key not in self, f"insert {key!r}, {nbytes} bytes, resident {key in self}"
+        assert nbytes > 0 and key not in self._residents, (
+            f"insert {key!r}, {nbytes} bytes, resident {key in self}"
+        )
         self._residents[key] = nbytes
         self._nbytes += nbytes
         assert self._nbytes <= self.capacity_nbytes, f"{self._nbytes} bytes in {self.capacity_nbytes}"
