@@ -1,0 +1,197 @@
+"""What is logged: records of a few kinds, each with a packed little-endian layout, or a blob of bytes.
+
+Records travel as runs: neighbours of one kind, so that numpy reads and applies many at once. A run lies in
+a frame's body as
+
+    | kind u1 | zeros 3 | num_records u4 | nbytes u8 | records, nbytes in all | zeros to a multiple of 8 |
+
+A record of a blob kind is its length (u4) and its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..errors import CorruptFormat
+
+PUT, DROP, ANCHOR = 1, 2, 3
+FIRST_BLOB = 16
+NAMESPACE, SESSION, SESSION_END, REMOVAL, REMOVED, CLOCK = 16, 17, 18, 19, 20, 21
+
+KIND_NAMES = {
+    PUT: "put",
+    DROP: "drop",
+    ANCHOR: "anchor",
+    NAMESPACE: "namespace",
+    SESSION: "session",
+    SESSION_END: "session end",
+    REMOVAL: "removal",
+    REMOVED: "removed",
+    CLOCK: "clock",
+}
+
+NAMED_ANCHOR = 0x01
+"""Bit of a PUT's `flags`: the boundary after this block is a named anchor."""
+
+PUT_DTYPE = np.dtype(
+    [
+        ("digest", "u1", (32,)),
+        ("parent", "u1", (32,)),  # zeros at the root
+        ("namespace", "<u4"),
+        ("depth", "<u4"),  # 0 for the first block
+        ("group", "u1"),
+        ("flags", "u1"),
+        ("num_tokens", "<u2"),
+        ("slot", "<u4"),
+        ("put_seq", "<u8"),
+        ("checksum", "<u8"),  # xxh3_64 of the payload
+    ]
+)
+DROP_DTYPE = np.dtype(
+    [
+        ("digest", "u1", (32,)),
+        ("put_seq", "<u8"),  # of the put that this drop ends
+        ("slot", "<u4"),
+        ("group", "u1"),
+        ("cause", "u1"),
+        ("pad", "u1", (2,)),
+    ]
+)
+ANCHOR_DTYPE = np.dtype([("digest", "u1", (32,)), ("kept", "u1"), ("pad", "u1", (7,))])
+
+DTYPES: dict[int, np.dtype[Any]] = {PUT: PUT_DTYPE, DROP: DROP_DTYPE, ANCHOR: ANCHOR_DTYPE}
+assert [dtype.itemsize for dtype in DTYPES.values()] == [96, 48, 40]
+
+Records: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | tuple[bytes, ...]"
+
+_RUN = struct.Struct("<B3xIQ")
+_LENGTH = struct.Struct("<I")
+_ALIGN = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Adjacent records of one `kind`: a 1-D array of `DTYPES[kind]`, or for a blob kind a tuple of bytes."""
+
+    kind: int
+    records: Records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def after(self, count: int) -> Run:
+        """The run without its first `count` records."""
+        return Run(self.kind, self.records[count:]) if count else self
+
+
+class PackedRun(NamedTuple):
+    """A run as it lies in a frame; `packed` is a view of the frame's buffer."""
+
+    kind: int
+    num_records: int
+    packed: memoryview
+
+
+def empty_run(kind: int, num_records: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """Zeroed records of a column kind, to be filled in."""
+    return np.zeros(num_records, DTYPES[kind])
+
+
+def runs_nbytes(runs: Sequence[Run]) -> int:
+    """Bytes of a frame's body that holds `runs`."""
+    return sum(_RUN.size + _aligned(_packed_nbytes(run)) for run in runs)
+
+
+def encode_runs(runs: Sequence[Run], into: memoryview) -> None:
+    """Lay `runs` into `into`, which is zeroed and exactly `runs_nbytes(runs)` long."""
+    at = 0
+    for run in runs:
+        nbytes = _packed_nbytes(run)
+        _RUN.pack_into(into, at, run.kind, len(run), nbytes)
+        at += _RUN.size
+        into[at : at + nbytes] = _pack(run)
+        at += _aligned(nbytes)
+    assert at == len(into), f"runs fill {at} bytes of {len(into)}"
+
+
+def split_runs(body: memoryview) -> Iterator[PackedRun]:
+    """The runs in a frame's body, in order, with lengths that add up.
+
+    Raises:
+        CorruptFormat: lengths or kinds that cannot be.
+    """
+    at, end = 0, len(body)
+    while at < end:
+        if end - at < _RUN.size:
+            raise CorruptFormat(f"a run header is cut off at byte {at} of {end}")
+        kind, num_records, nbytes = _RUN.unpack_from(body, at)
+        at += _RUN.size
+        if nbytes > end - at or not _plausible(kind, num_records, nbytes):
+            raise CorruptFormat(f"a run of kind {kind} claims {num_records} records in {nbytes} bytes")
+        run = PackedRun(kind, num_records, body[at : at + nbytes])
+        if kind not in DTYPES:
+            _check_blobs(run)
+        yield run
+        at += _aligned(nbytes)
+
+
+def join_runs(packed: Sequence[PackedRun]) -> Run:
+    """One run of all records in `packed`, which are of one kind and come from `split_runs`; copied once."""
+    kind = packed[0].kind
+    if kind in DTYPES:
+        return Run(kind, np.frombuffer(b"".join([run.packed for run in packed]), DTYPES[kind]))
+    return Run(kind, tuple(bytes(blob) for run in packed for blob in _blobs(run)))
+
+
+def decode_runs(body: memoryview) -> list[Run]:
+    """The runs in a frame's body; raises CorruptFormat as `split_runs` does."""
+    return [join_runs([packed]) for packed in split_runs(body)]
+
+
+def _plausible(kind: int, num_records: int, nbytes: int) -> bool:
+    if kind in DTYPES:
+        return nbytes == num_records * DTYPES[kind].itemsize
+    return kind >= FIRST_BLOB and nbytes >= num_records * _LENGTH.size
+
+
+def _check_blobs(run: PackedRun) -> None:
+    end = sum(_LENGTH.size + len(blob) for blob in _blobs(run))
+    if end != len(run.packed):
+        raise CorruptFormat(f"blobs of kind {run.kind} fill {end} of {len(run.packed)} bytes")
+
+
+def _blobs(run: PackedRun) -> Iterator[memoryview]:
+    at = 0
+    for _ in range(run.num_records):
+        if len(run.packed) - at < _LENGTH.size:
+            raise CorruptFormat(f"a blob of kind {run.kind} is cut off at byte {at}")
+        (nbytes,) = _LENGTH.unpack_from(run.packed, at)
+        at += _LENGTH.size
+        if nbytes > len(run.packed) - at:
+            raise CorruptFormat(f"a blob of kind {run.kind} claims {nbytes} of {len(run.packed) - at} bytes")
+        yield run.packed[at : at + nbytes]
+        at += nbytes
+
+
+def _packed_nbytes(run: Run) -> int:
+    if isinstance(run.records, tuple):
+        return sum(_LENGTH.size + len(blob) for blob in run.records)
+    return int(run.records.nbytes)
+
+
+def _pack(run: Run) -> bytes | memoryview:
+    if isinstance(run.records, tuple):
+        assert run.kind >= FIRST_BLOB, f"kind {run.kind} holds columns, not blobs"
+        return b"".join(piece for blob in run.records for piece in (_LENGTH.pack(len(blob)), blob))
+    expected = DTYPES[run.kind]
+    assert run.records.dtype == expected, f"kind {run.kind} is {expected}, not {run.records.dtype}"
+    return np.ascontiguousarray(run.records).view(np.uint8).data
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

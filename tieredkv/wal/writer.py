@@ -1,0 +1,229 @@
+"""Appends frames to the newest segment of the log."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from ..system import File, Fs
+from .format import (
+    HEADER_NBYTES,
+    MAX_SEGMENT_NBYTES,
+    CheckpointRef,
+    LogPosition,
+    SegmentHeader,
+    decode_header,
+    encode_frame,
+    encode_header,
+    segment_name,
+)
+from .records import Run
+
+
+class LogWriter:
+    """One open segment at a time, in a directory `wal_dir` that exists.
+
+    `start`, `append`, `rotate`, `abandon` and `close` belong to one thread at a time, the committer. `sync`
+    may run beside `append` in another thread. Frames are kept until a sync has covered them, so that they
+    can be written again after a sync that failed.
+
+    `position` is where the log stands that the first segment follows, `next_number` the first unused
+    segment number; recovery tells both.
+    """
+
+    def __init__(
+        self,
+        fs: Fs,
+        wal_dir: str,
+        *,
+        segment_nbytes: int,
+        next_number: int = 1,
+        position: LogPosition = LogPosition(),  # noqa: B008  (frozen)
+    ) -> None:
+        assert HEADER_NBYTES < segment_nbytes <= MAX_SEGMENT_NBYTES, f"a segment of {segment_nbytes} bytes"
+        self._fs = fs
+        self._dir = wal_dir
+        self._segment_nbytes = segment_nbytes
+        self._next_number = next_number
+        self._synced = position
+        self._tail = position
+        self._tail_nbytes = segment_nbytes
+        self._file: File | None = None
+        self._header: SegmentHeader | None = None
+        self._broken = False  # an append failed: what lies at the tail is unknown
+        self._unsynced: deque[tuple[LogPosition, int, tuple[Run, ...]]] = deque()
+        self._sync_lock = threading.Lock()  # held while `_file` is synced or replaced
+
+    @property
+    def segment_number(self) -> int:
+        """Of the newest segment started; 0 before the first."""
+        return self._header.number if self._header else 0
+
+    @property
+    def tail_nbytes(self) -> int:
+        """Bytes of the segment in use, its header included."""
+        return self._tail_nbytes
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes left in the segment for frames; 0 while none is open."""
+        return self._segment_nbytes - self._tail_nbytes
+
+    @property
+    def segment_nbytes(self) -> int:
+        """What every segment takes on disk, full or not."""
+        return self._segment_nbytes
+
+    @property
+    def max_frame_nbytes(self) -> int:
+        """The largest frame that fits an empty segment (`format.frame_nbytes` of its runs)."""
+        return self._segment_nbytes - HEADER_NBYTES
+
+    def start(
+        self, first_lsn: int, *, open_number: int, checkpoint: CheckpointRef, durable_lsn: int
+    ) -> SegmentHeader:
+        """Begin a segment after the last synced frame; it and its name are durable on return.
+
+        After `abandon`, `first_lsn` is that of the first frame to repeat.
+
+        Raises:
+            OSError: nothing was begun; its number is used up.
+        """
+        assert self._tail is self._synced, f"frames from LSN {self._synced.lsn + 1} on are not synced"
+        assert first_lsn > self._synced.lsn, f"LSN {first_lsn} is not above {self._synced.lsn}"
+        header = SegmentHeader(
+            number=self._next_number,
+            first_lsn=first_lsn,
+            durable_lsn=durable_lsn,
+            open_number=open_number,
+            previous=self._synced,
+            checkpoint=checkpoint,
+            segment_nbytes=self._segment_nbytes,
+        )
+        self._next_number += 1
+        raw = encode_header(header)
+        file = self._create(self._path(header.number), raw)
+        with self._sync_lock:
+            self._close_file()
+            self._file, self._header = file, decode_header(raw)
+            self._tail_nbytes = HEADER_NBYTES
+            self._tail = self._synced = LogPosition(header.number, first_lsn - 1, self._header.checksum)
+            self._unsynced.clear()
+        return self._header
+
+    def rotate(self, *, open_number: int, checkpoint: CheckpointRef, durable_lsn: int) -> SegmentHeader:
+        """End the segment, synced, and start the next; as `start`. A failure leaves the old one open."""
+        self.sync()
+        return self.start(
+            self._tail.lsn + 1, open_number=open_number, checkpoint=checkpoint, durable_lsn=durable_lsn
+        )
+
+    def _create(self, path: str, header: bytes) -> File:
+        file = self._fs.open_file(path, create=True)
+        try:
+            file.allocate(0, self._segment_nbytes)
+            file.pwritev([header], 0)
+            file.datasync()
+            self._fs.sync_dir(self._dir)
+        except BaseException:
+            file.close()
+            with contextlib.suppress(OSError):
+                self._fs.unlink(path)
+            raise
+        return file
+
+    def append(self, runs: Sequence[Run], first_lsn: int, durable_lsn: int) -> int:
+        """Write one frame at the tail, without a sync; returns its bytes. No runs: it carries `durable_lsn`.
+
+        The caller made sure that it fits (`room_nbytes`) and does not change the records before a sync.
+
+        Raises:
+            OSError: the segment takes no more frames; `abandon` it.
+        """
+        header, file, tail = self._header, self._file, self._tail
+        if header is None or file is None or self._broken:
+            raise OSError(errno.EIO, "no log segment takes frames")
+        assert first_lsn == tail.lsn + 1, f"LSN {first_lsn} does not follow {tail.lsn}"
+        assert durable_lsn <= tail.lsn, f"durable LSN {durable_lsn} is above the last, {tail.lsn}"
+        frame, chain = encode_frame(header, tail.chain, first_lsn, durable_lsn, runs)
+        assert len(frame) <= self.room_nbytes, f"a frame of {len(frame)} bytes, {self.room_nbytes} are left"
+        try:
+            file.pwritev([frame], self._tail_nbytes)
+        except OSError:
+            self._broken = True
+            raise
+        self._tail_nbytes += len(frame)
+        position = LogPosition(header.number, first_lsn + sum(map(len, runs)) - 1, chain)
+        self._unsynced.append((position, first_lsn, tuple(runs)))
+        self._tail = position  # last: `sync` forgets frames up to the tail it saw
+        return len(frame)
+
+    def sync(self) -> int:
+        """Make every frame appended before this call durable; returns the last LSN among them.
+
+        Raises:
+            OSError: final for this segment. Frames since the last good sync are in `unsynced`.
+        """
+        with self._sync_lock:
+            tail = self._tail
+            if tail is self._synced:
+                return tail.lsn
+            if self._file is None:
+                raise OSError(errno.EIO, "no log segment is open")
+            self._file.datasync()
+            self._synced = tail
+            while self._unsynced.popleft()[0] is not tail:
+                pass
+            return tail.lsn
+
+    def unsynced(self) -> list[tuple[int, tuple[Run, ...]]]:
+        """First LSN and runs of each frame that no good sync covers, oldest first."""
+        return [(first_lsn, runs) for _, first_lsn, runs in list(self._unsynced)]
+
+    def abandon(self) -> list[tuple[int, tuple[Run, ...]]]:
+        """Leave the segment as it is after a failure: the log ends at its last good sync.
+
+        Returns the frames to repeat after the next `start`, whose first LSN must be theirs.
+        """
+        with self._sync_lock:
+            frames = self.unsynced()
+            self._unsynced.clear()
+            self._close_file()
+            self._tail = self._synced
+            return frames
+
+    def unlink_segment(self, number: int) -> None:
+        """Remove an old segment; durable after the next `Fs.sync_dir` of the directory."""
+        assert number != self.segment_number or self._file is None, f"segment {number} is open"
+        self._fs.unlink(self._path(number))
+
+    def close(self) -> None:
+        """Close the segment; what was not synced stays with the operating system."""
+        with self._sync_lock:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file, self._broken, self._tail_nbytes = None, False, self._segment_nbytes
+
+    def _path(self, number: int) -> str:
+        return f"{self._dir}/{segment_name(number)}"
+
+    def check(self) -> None:
+        """Assert that the tail, the synced place and the frames kept between them agree."""
+        with self._sync_lock:
+            frames = list(self._unsynced)
+            assert (self._tail is self._synced) == (not frames), f"{len(frames)} frames between tail and sync"
+            expected = self._synced.lsn + 1
+            for position, first_lsn, runs in frames:
+                assert first_lsn == expected, f"a kept frame starts at LSN {first_lsn}, not {expected}"
+                expected += sum(map(len, runs))
+                assert position.lsn == expected - 1, (
+                    f"a kept frame ends at {position.lsn}, not {expected - 1}"
+                )
+            assert self._tail.lsn == expected - 1, f"the tail is at {self._tail.lsn}, not {expected - 1}"
+            assert self._tail_nbytes <= self._segment_nbytes
