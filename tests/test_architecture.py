@@ -23,7 +23,7 @@ ROWS = """
     tier: base arena stream tensor slab_format slab lmdb_store
     wal: records format reader writer
     table: key_index block_table catalog state checkpoint journal recovery trace audit
-    plan residency spiller prefix mover
+    plan residency spiller prefix room mover
     cache sessions
     attention* hf*
     metrics cli*
