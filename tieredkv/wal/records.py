@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import CorruptFormat
 
 PUT, DROP, ANCHOR = 1, 2, 3
-FIRST_BLOB = 16
+FIRST_BLOB_KIND = 16
 NAMESPACE, SESSION, SESSION_END, REMOVAL, REMOVED, CLOCK = 16, 17, 18, 19, 20, 21
 
 KIND_NAMES = {
@@ -156,7 +156,7 @@ def decode_runs(body: memoryview) -> list[Run]:
 def _plausible(kind: int, num_records: int, nbytes: int) -> bool:
     if kind in DTYPES:
         return nbytes == num_records * DTYPES[kind].itemsize
-    return kind >= FIRST_BLOB and nbytes >= num_records * _LENGTH.size
+    return kind >= FIRST_BLOB_KIND and nbytes >= num_records * _LENGTH.size
 
 
 def _check_blobs(run: PackedRun) -> None:
@@ -186,7 +186,7 @@ def _packed_nbytes(run: Run) -> int:
 
 def _pack(run: Run) -> bytes | memoryview:
     if isinstance(run.records, tuple):
-        assert run.kind >= FIRST_BLOB, f"kind {run.kind} holds columns, not blobs"
+        assert run.kind >= FIRST_BLOB_KIND, f"kind {run.kind} holds columns, not blobs"
         return b"".join(piece for blob in run.records for piece in (_LENGTH.pack(len(blob)), blob))
     expected = DTYPES[run.kind]
     assert run.records.dtype == expected, f"kind {run.kind} is {expected}, not {run.records.dtype}"

@@ -1,0 +1,452 @@
+"""Reads the log back: which segments count, which frames are good, and how the log ends.
+
+The newest segment with a good header tells the truth: its header names the segment before it and the place
+there at which that one was cut, and so on back to the checkpoint. Segments off this line were given up by an
+earlier recovery or a failed sync. Frames apply up to the first that is not good; nothing behind it does.
+
+Where the next LSN is at or below the highest `durable_lsn` seen anywhere, also behind that end, the frame
+there was once synced: the log is corrupt. Above it, a crash tore the end, or damage that looks the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from ..errors import CorruptFormat, NewerFormat
+from ..system import File, Fs
+from ..units import PAGE_NBYTES, MiB
+from .format import (
+    FRAME_ALIGN,
+    FRAME_HEADER_NBYTES,
+    HEADER_NBYTES,
+    MAX_SEGMENT_NBYTES,
+    FrameHeader,
+    LogPosition,
+    SegmentHeader,
+    decode_frame_header,
+    decode_header,
+    frame_verifies,
+    parse_segment_name,
+    segment_name,
+)
+from .records import PackedRun, Run, join_runs, split_runs
+
+_WINDOW_NBYTES = 4 * MiB
+_MAX_RUN_RECORDS = 1 << 14
+_PackedAt: TypeAlias = tuple[int, PackedRun]
+_UNREADABLE = b"\xff"  # stands for bytes the disk would not give: no frame, and not the zeros of an end
+
+
+class Head(str, Enum):
+    """What a segment's header page is."""
+
+    GOOD = "good"
+    NEWER = "of a newer format"
+    UNFINISHED = "never completed"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """One file of the log. `header` is there when `head` is GOOD; otherwise `trouble` says what was met."""
+
+    number: int
+    nbytes: int
+    head: Head
+    header: SegmentHeader | None = None
+    trouble: str = ""
+
+
+class End(str, Enum):
+    """How a log ends: at blank space, at a frame that was never synced, or at one that was."""
+
+    CLEAN = "clean"
+    TORN = "torn or damaged"
+    CORRUPT = "corrupt"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class LogEnd(NamedTuple):
+    """Where the log ends, and the bytes from there on that are not blank."""
+
+    end: End = End.CLEAN
+    number: int = 0
+    offset: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        if self.end is End.CLEAN:
+            return str(self.end)
+        return f"{self.end} in segment {self.number} at byte {self.offset} ({self.nbytes} bytes)"
+
+
+class Frame(NamedTuple):
+    """A frame whose checksum verified; `body` is a view that lives as long as it is held."""
+
+    header: FrameHeader
+    offset: int
+    body: memoryview
+
+    @property
+    def end_offset(self) -> int:
+        return self.offset + FRAME_HEADER_NBYTES + len(self.body)
+
+    def runs(self) -> list[PackedRun]:
+        """Its runs; raises CorruptFormat where they are not what the header counts."""
+        runs = list(split_runs(self.body))
+        num_records = sum(run.num_records for run in runs)
+        if num_records != self.header.num_records:
+            raise CorruptFormat(f"{num_records} records in a frame of {self.header.num_records}")
+        return runs
+
+
+def scan_segments(fs: Fs, wal_dir: str) -> list[SegmentInfo]:
+    """Every file with a segment's name, by number. Reads only; a missing directory is empty."""
+    if not fs.is_dir(wal_dir):
+        return []
+    numbers = (parse_segment_name(name) for name in fs.list_names(wal_dir))
+    return [_scan(fs, wal_dir, number) for number in sorted(n for n in numbers if n is not None)]
+
+
+def _scan(fs: Fs, wal_dir: str, number: int) -> SegmentInfo:
+    nbytes = 0
+    try:
+        with _opened(fs, wal_dir, number) as file:
+            nbytes = file.nbytes()
+            head, header, trouble = _read_head(file, number)
+    except OSError as error:
+        head, header, trouble = Head.DAMAGED, None, f"cannot be read: {error.strerror}"
+    return SegmentInfo(number, nbytes, head, header, trouble)
+
+
+def _read_head(file: File, number: int) -> tuple[Head, SegmentHeader | None, str]:
+    raw = bytearray(HEADER_NBYTES)
+    try:
+        header = decode_header(bytes(raw[: file.preadv([raw], 0)]))
+        if header.number != number:
+            raise CorruptFormat(f"by its header it is segment {header.number}")
+    except NewerFormat as error:
+        return Head.NEWER, None, str(error)
+    except CorruptFormat as error:
+        return Head.UNFINISHED if _is_blank(file) else Head.DAMAGED, None, str(error)
+    return Head.GOOD, header, ""
+
+
+def _is_blank(file: File) -> bool:
+    """Whether no frame was ever written: all zeros behind the header page."""
+    nbytes = file.nbytes()
+    return nbytes <= MAX_SEGMENT_NBYTES and _Window(file, nbytes).end_of_data(HEADER_NBYTES) <= HEADER_NBYTES
+
+
+class SegmentReader:
+    """Reads the frames of one segment in bounded memory.
+
+    `position` and `offset` are the place reached: behind the last frame accepted.
+    """
+
+    def __init__(self, fs: Fs, wal_dir: str, header: SegmentHeader) -> None:
+        """Raises OSError where the file cannot be opened."""
+        self.header = header
+        self.position = LogPosition(header.number, header.first_lsn - 1, header.checksum)
+        self.offset = HEADER_NBYTES
+        self._file = fs.open_file(f"{wal_dir}/{segment_name(header.number)}")
+        self._nbytes = min(self._file.nbytes(), header.segment_nbytes)
+        self._window = _Window(self._file, self._nbytes)
+
+    def peek(self) -> Frame | None:
+        """The frame at the place reached, None if none there verifies and continues the chain."""
+        frame = self._frame_at(self.offset)
+        if frame is None or frame.header.previous != self.position.chain:
+            return None
+        return frame if frame.header.first_lsn == self.position.lsn + 1 else None
+
+    def accept(self, frame: Frame) -> None:
+        """Move the place reached behind `frame`."""
+        self.position = LogPosition(self.header.number, frame.header.last_lsn, frame.header.checksum)
+        self.offset = frame.end_offset
+
+    def frames(self) -> Iterator[Frame]:
+        """Frames in order, accepted one by one, up to the first that is not good."""
+        while (frame := self.peek()) is not None:
+            self.accept(frame)
+            yield frame
+
+    def stray_frames(self) -> Iterator[Frame]:
+        """Frames from the place reached on that verify by themselves, whatever lies between them."""
+        at = self.offset
+        while (found := self._window.find(self.header.marker, at + 8)) is not None:
+            frame = self._frame_at(found - 8) if found % FRAME_ALIGN == 0 else None
+            at = frame.end_offset if frame else found - 7
+            if frame:
+                yield frame
+
+    def rest_nbytes(self) -> int:
+        """Bytes from `offset` up to the last that is not zero; length that the file lacks counts too."""
+        if self._nbytes < self.header.segment_nbytes:
+            return self.header.segment_nbytes - self.offset
+        return self._window.end_of_data(self.offset) - self.offset
+
+    def _frame_at(self, offset: int) -> Frame | None:
+        head = self._window.view(offset, FRAME_HEADER_NBYTES)
+        frame = decode_frame_header(self.header, head, self._nbytes - offset)
+        if frame is None:
+            return None
+        raw = self._window.view(offset, FRAME_HEADER_NBYTES + frame.nbytes)
+        if not frame_verifies(self.header, frame, raw):
+            return None
+        return Frame(frame, offset, raw[FRAME_HEADER_NBYTES:])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class LogRead:
+    """One pass over the log behind `after_lsn`: iterate `runs` to its end, then ask how the log ended.
+
+    Attributes, final once `runs` is exhausted:
+        position: the last place that counts; the next segment's header links to it.
+        last_lsn: of the last record given; `after_lsn` if there was none.
+        durable_lsn: the highest known synced, seen anywhere.
+        seen_lsn: the highest seen anywhere; new records go above it.
+        num_records, num_segments: given, and read for it.
+        end: where and how the log ends.
+        damage: one line for each thing that is not as it was written.
+    """
+
+    def __init__(self, fs: Fs, wal_dir: str, segments: Sequence[SegmentInfo], after_lsn: int) -> None:
+        self._fs = fs
+        self._dir = wal_dir
+        self._headers = {s.number: s.header for s in segments if s.header is not None}
+        newest = max(self._headers, default=0)
+        self._lost = [s for s in segments if s.head is Head.DAMAGED and s.number > newest]
+        self.after_lsn = self.last_lsn = after_lsn
+        self.damage = [f"segment {s.number}: {s.trouble}" for s in self._lost]
+        self.line = self._find_line(newest)
+        self.position = self.line[0].previous if self.line else LogPosition()
+        headers = self._headers.values()
+        self.durable_lsn = max([after_lsn, *(max(h.durable_lsn, h.previous.lsn) for h in headers)])
+        # a segment without its header holds fewer records than bytes
+        self.seen_lsn = max([self.durable_lsn, *(h.first_lsn - 1 for h in headers)])
+        self.seen_lsn += sum(s.nbytes for s in self._lost)
+        self.num_records = self.num_segments = 0
+        self.end = LogEnd()
+
+    def _find_line(self, newest: int) -> list[SegmentHeader]:
+        """Segments to read, oldest first: from the newest back to the one that reaches `after_lsn`."""
+        line: list[SegmentHeader] = []
+        number = newest
+        while number:
+            header = self._headers[number]
+            line.append(header)
+            if header.previous.lsn <= self.after_lsn:
+                break
+            before = header.previous.number
+            number = before
+            if before not in self._headers or before >= header.number:
+                self.damage.append(f"segment {before} is missing, so those after it cannot be applied")
+                line.clear()
+                number = max((n for n in self._headers if n < min(before, header.number)), default=0)
+        return line[::-1]
+
+    def runs(self) -> Iterator[tuple[int, Run]]:
+        """Records above `after_lsn` in LSN order: first LSN and run, merged across frames."""
+        group: list[PackedRun] = []
+        first = count = 0
+        for lsn, run in self._packed_runs():
+            fits = group and run.kind == group[0].kind and lsn == first + count and count < _MAX_RUN_RECORDS
+            if group and not fits:
+                yield from self._joined(first, group)
+                group = []
+            if not group:
+                first, count = lsn, 0
+            group.append(run)
+            count += run.num_records
+        if group:
+            yield from self._joined(first, group)
+
+    def _joined(self, first_lsn: int, group: Sequence[PackedRun]) -> Iterator[tuple[int, Run]]:
+        skip = max(0, self.after_lsn + 1 - first_lsn)
+        run = join_runs(group).after(skip)
+        if len(run):
+            self.num_records += len(run)
+            self.last_lsn = first_lsn + skip + len(run) - 1
+            yield first_lsn + skip, run
+
+    def _packed_runs(self) -> Iterator[_PackedAt]:
+        for header, following in zip(self.line, [*self.line[1:], None], strict=True):
+            cut = following.previous if following else None
+            try:
+                reader = SegmentReader(self._fs, self._dir, header)
+            except OSError as error:
+                self.damage.append(f"segment {header.number} cannot be read: {error.strerror}")
+                return self._conclude(LogEnd(End.CORRUPT, header.number, 0, header.segment_nbytes))
+            with contextlib.closing(reader):
+                self.num_segments += 1
+                yield from self._segment_runs(reader, cut)
+                self.position = reader.position
+                if reader.position != cut:
+                    return self._conclude(self._stop(reader, cut is not None))
+        return self._conclude(LogEnd())
+
+    def _segment_runs(
+        self, reader: SegmentReader, cut: LogPosition | None
+    ) -> Iterator[tuple[int, PackedRun]]:
+        """The runs of one segment, up to `cut` if another follows it."""
+        while reader.position != cut:
+            frame = reader.peek() or self._past_vouched_damage(reader)
+            if frame is None or (cut is not None and frame.header.last_lsn > cut.lsn):
+                return
+            runs = self._runs_of(frame)
+            if runs is None:
+                return
+            reader.accept(frame)
+            self._see(frame.header)
+            lsn = frame.header.first_lsn
+            for run in runs:
+                yield lsn, run
+                lsn += run.num_records
+
+    def _runs_of(self, frame: Frame) -> list[PackedRun] | None:
+        """The runs of a frame that is needed, none of one that is not, None for one that makes no sense."""
+        if frame.header.last_lsn <= self.after_lsn:
+            return []
+        try:
+            return frame.runs()
+        except CorruptFormat as error:
+            self.damage.append(f"LSN {frame.header.first_lsn}: {error}")
+            return None
+
+    def _past_vouched_damage(self, reader: SegmentReader) -> Frame | None:
+        """Where the checkpoint holds everything that damage took, the first good frame behind it."""
+        reached = reader.position.lsn
+        if reached >= self.after_lsn:
+            return None
+        for frame in reader.stray_frames():
+            if reached < frame.header.first_lsn <= self.after_lsn + 1:
+                where = f"segment {reader.header.number} at byte {reader.offset}"
+                self.damage.append(f"{where}: damaged below the checkpoint, nothing lost")
+                return frame
+        return None
+
+    def _see(self, frame: FrameHeader) -> None:
+        self.durable_lsn = max(self.durable_lsn, frame.durable_lsn)
+        self.seen_lsn = max(self.seen_lsn, frame.last_lsn, frame.durable_lsn)
+
+    def _stop(self, reader: SegmentReader, more_follows: bool) -> LogEnd:
+        """Name the end that `reader` has come to. What lies behind it counts as seen, and no more."""
+        nbytes = reader.rest_nbytes()
+        for frame in reader.stray_frames() if nbytes else ():
+            self._see(frame.header)
+        end = End.CORRUPT if more_follows else End.TORN if nbytes else End.CLEAN
+        return LogEnd(end, reader.header.number, reader.offset, nbytes)
+
+    def _conclude(self, end: LogEnd) -> None:
+        for header in self._headers.values():
+            if header.number > end.number:
+                self._see_all(header)
+        if self._lost:
+            end = LogEnd(End.CORRUPT, self._lost[0].number, 0, self._lost[0].nbytes)
+        elif self.durable_lsn > max(self.last_lsn, self.position.lsn):
+            end = end._replace(end=End.CORRUPT)
+        if end.end is End.CORRUPT:
+            self.damage.append(
+                f"the log is {end}: reached LSN {self.last_lsn}, synced was {self.durable_lsn}"
+            )
+        self.end = end
+
+    def _see_all(self, header: SegmentHeader) -> None:
+        with contextlib.suppress(OSError):
+            reader = SegmentReader(self._fs, self._dir, header)
+            with contextlib.closing(reader):
+                for frame in reader.stray_frames():
+                    self._see(frame.header)
+
+
+def read_log(fs: Fs, wal_dir: str, after_lsn: int) -> LogRead:
+    """The log behind `after_lsn`.
+
+    Raises:
+        NewerFormat: a segment is of a later format.
+    """
+    segments = scan_segments(fs, wal_dir)
+    refuse_newer(segments)
+    return LogRead(fs, wal_dir, segments, after_lsn)
+
+
+def refuse_newer(segments: Sequence[SegmentInfo]) -> None:
+    """Raise NewerFormat if one of `segments` is of a later format."""
+    for segment in segments:
+        if segment.head is Head.NEWER:
+            raise NewerFormat(f"log segment {segment.number}: {segment.trouble}")
+
+
+@contextlib.contextmanager
+def _opened(fs: Fs, wal_dir: str, number: int) -> Iterator[File]:
+    file = fs.open_file(f"{wal_dir}/{segment_name(number)}")
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+class _Window:
+    """The first `nbytes` of a file through a few MiB of memory. Bytes that cannot be read come as 0xFF."""
+
+    def __init__(self, file: File, nbytes: int) -> None:
+        self._file = file
+        self._nbytes = nbytes
+        self._start = 0
+        self._data = bytearray()
+        self._view = memoryview(self._data)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """`nbytes` from `offset` on, fewer only at the end. Valid for as long as it is held."""
+        at = offset - self._start
+        if at < 0 or at + nbytes > len(self._data):
+            self._fill(offset, nbytes)
+            at = 0
+        return self._view[at : at + nbytes]
+
+    def find(self, pattern: bytes, offset: int) -> int | None:
+        """Where `pattern` first lies at or after `offset`."""
+        while len(self.view(offset, len(pattern))) == len(pattern):
+            at = self._data.find(pattern, offset - self._start)
+            if at >= 0:
+                return self._start + at
+            offset = self._start + len(self._data) - len(pattern) + 1
+        return None
+
+    def end_of_data(self, offset: int) -> int:
+        """Just behind the last byte from `offset` on that is not zero; `offset` if all are."""
+        end = offset
+        for start in range(offset, self._nbytes, _WINDOW_NBYTES):
+            data = bytes(self.view(start, _WINDOW_NBYTES)).rstrip(b"\0")
+            end = start + len(data) if data else end
+        return end
+
+    def _fill(self, offset: int, nbytes: int) -> None:
+        nbytes = max(0, min(max(nbytes, _WINDOW_NBYTES), self._nbytes - offset))
+        self._start, self._data = offset, bytearray(nbytes)
+        self._view = memoryview(self._data)
+        try:
+            done = self._file.preadv([self._view], offset)
+        except OSError:
+            done = self._fill_by_page(offset)
+        if done < nbytes:  # the file was cut meanwhile
+            self._data = self._data[:done]
+            self._view = memoryview(self._data)
+
+    def _fill_by_page(self, offset: int) -> int:
+        for at in range(0, len(self._data), PAGE_NBYTES):
+            page = self._view[at : at + PAGE_NBYTES]
+            try:
+                self._file.preadv([page], offset + at)
+            except OSError:
+                page[:] = _UNREADABLE * len(page)
+        return len(self._data)
