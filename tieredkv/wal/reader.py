@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from ..errors import CorruptFormat, NewerFormat
@@ -279,8 +280,8 @@ class LogRead:
             yield first_lsn + skip, run
 
     def _packed_runs(self) -> Iterator[_PackedAt]:
-        for header, following in zip(self.line, [*self.line[1:], None], strict=True):
-            cut = following.previous if following else None
+        cuts = [header.previous for header in self.line[1:]]
+        for header, cut in zip_longest(self.line, cuts):
             try:
                 reader = SegmentReader(self._fs, self._dir, header)
             except OSError as error:

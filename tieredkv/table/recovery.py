@@ -1,0 +1,305 @@
+"""Opens a store directory: survey, refuse, restore a checkpoint, replay the log, tidy up.
+
+Everything that can refuse comes before anything on disk changes, and what changes then is only what is not
+needed any more; so a crash at any moment of it leaves a directory that recovers to the same state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import CorruptFormat, DamagedStore, NotAStore, PathUnusable
+from ..outcomes import RecoveryReport
+from ..system import Clock, Fs, Lock, SystemClock
+from ..tier import slab_format
+from ..wal.format import CheckpointRef, LogPosition, SegmentHeader, segment_name
+from ..wal.reader import End, Head, LogRead, SegmentInfo, refuse_newer, scan_segments
+from ..wal.records import Run
+from .checkpoint import (
+    is_checkpoint,
+    is_temporary_name,
+    parse_checkpoint_name,
+    prune_checkpoints,
+    read_checkpoint,
+)
+
+LOCK, WAL, SLABS, TRACE = "LOCK", "wal", "slabs", "trace"
+_OURS = {LOCK, f"{LOCK}.tmp", WAL, SLABS, TRACE}
+_ANYWHERE = {"lost+found"}  # at the root of a file system made for the store
+
+
+class Recoverable(Protocol):
+    """What recovery rebuilds."""
+
+    def clear(self) -> None:
+        """Forget everything: the empty table."""
+        ...
+
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's arrays; raises CorruptFormat where they make no sense."""
+        ...
+
+    def apply(self, first_lsn: int, run: Run) -> object:
+        """Apply one run of records, as live use does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What lies in a directory, found by reading alone. `segments` and `checkpoints` (LSNs) in order."""
+
+    names: tuple[str, ...]
+    segments: tuple[SegmentInfo, ...]
+    checkpoints: tuple[int, ...]
+    num_slabs: int
+
+    @property
+    def headers(self) -> list[SegmentHeader]:
+        """Good segment headers, oldest first."""
+        return [segment.header for segment in self.segments if segment.header is not None]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever committed here; also a store whose making was cut short."""
+        used = any(segment.head is not Head.UNFINISHED for segment in self.segments)
+        return not used and not self.checkpoints and not self.num_slabs
+
+    def candidates(self) -> list[CheckpointRef]:
+        """Checkpoints to try, newest first: those that headers name, none above the newest header's own.
+
+        That one was the best when its segment began; anything above was rejected by an earlier recovery.
+        """
+        headers = self.headers
+        newest = headers[-1].checkpoint.lsn if headers else 0
+        refs = {header.checkpoint for header in headers if header.checkpoint.lsn <= newest}
+        return sorted(refs, key=lambda ref: ref.lsn, reverse=True)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """Where the journal goes on.
+
+    Attributes:
+        report: what `open` tells; counts of blocks and sessions are for the state's owner to fill in.
+        next_lsn: above every LSN seen anywhere.
+        durable_lsn: the highest LSN applied that is known synced, slabs included.
+        next_segment: the first unused segment number.
+        open_number: above that of any segment header, also of those that cannot be read.
+        position: what the next segment's header links to.
+        checkpoint: the one in use.
+        must_checkpoint: the directory does not hold all that was recovered in a form that recovers again:
+            write a checkpoint at `next_lsn - 1` and begin the first segment naming it.
+        segments: the files of the log, oldest first, those without a good header included.
+    """
+
+    report: RecoveryReport
+    next_lsn: int
+    durable_lsn: int
+    next_segment: int
+    open_number: int
+    position: LogPosition
+    checkpoint: CheckpointRef
+    must_checkpoint: bool
+    segments: tuple[SegmentInfo, ...]
+
+
+def survey(fs: Fs, store_dir: str) -> Survey:
+    """Look at a directory that may be a store, or may not exist. Changes nothing.
+
+    Raises:
+        PathUnusable: it is no directory, or cannot be read.
+        NewerFormat: its log is of a later format.
+        NotAStore: it holds other things, and nothing of ours.
+    """
+    try:
+        names = fs.list_names(store_dir)
+    except FileNotFoundError:
+        names = []
+    except OSError as error:
+        raise PathUnusable(f"{store_dir}: {error.strerror}") from error
+    segments = scan_segments(fs, f"{store_dir}/{WAL}")
+    refuse_newer(segments)
+    slabs = _slab_names(fs, store_dir)
+    checkpoints = sorted(lsn for name in names if (lsn := parse_checkpoint_name(name)) is not None)
+    found = Survey(tuple(names), tuple(segments), tuple(checkpoints), len(slabs))
+    foreign = [name for name in names if not _is_ours(name)]
+    if foreign and not found.headers and not _has_data(fs, store_dir, checkpoints, slabs):
+        raise NotAStore(
+            f"{store_dir} holds other things ({foreign[0]!r}) and no store; choose an empty directory"
+        )
+    return found
+
+
+def claim(fs: Fs, store_dir: str) -> Lock:
+    """Make the directory if need be and take its lock, once it is sure that it may be used.
+
+    Raises:
+        StoreHeld: a living process has it.
+        PathUnusable, NewerFormat, NotAStore: as `survey`; nothing was changed.
+    """
+    survey(fs, store_dir)
+    try:
+        fs.make_dir(store_dir)
+        return fs.lock(f"{store_dir}/{LOCK}")
+    except OSError as error:
+        raise PathUnusable(f"{store_dir}: {error.strerror}") from error
+
+
+def recover(
+    fs: Fs,
+    store_dir: str,
+    state: Recoverable,
+    *,
+    strict: bool = False,
+    salvage: Callable[[], int] | None = None,
+    clock: Clock | None = None,
+) -> Recovered:
+    """Bring `state` to what the store last committed, and the directory to where a journal can begin.
+
+    The caller holds the lock. `salvage` is called when the log is corrupt or no checkpoint is whole: it may
+    add what it can prove from slot headers, and returns how much that was.
+
+    Raises:
+        PathUnusable, NewerFormat, NotAStore: as `survey`.
+        DamagedStore: damage, and `strict`. Nothing on disk was changed by any of these.
+    """
+    clock = clock or SystemClock()
+    began = clock.monotonic()
+    found = survey(fs, store_dir)
+    damage: list[str] = []
+    checkpoint = _restore(fs, store_dir, found, state, damage)
+    log = LogRead(fs, f"{store_dir}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
+    for first_lsn, run in log.runs():
+        state.apply(first_lsn, run)
+    damage += log.damage
+    if strict and damage:
+        raise DamagedStore(f"{store_dir} is damaged: " + "; ".join(damage))
+    must_checkpoint, num_salvaged = bool(damage), 0
+    if salvage is not None and (log.end.end is End.CORRUPT or checkpoint is None):
+        num_salvaged = salvage()
+    damage += _tidy(fs, store_dir, found)
+    must_checkpoint |= not _sync_tail(fs, store_dir, log.position)
+    report = RecoveryReport(
+        seconds=clock.monotonic() - began,
+        new_store=found.is_new,
+        checkpoint_lsn=log.after_lsn,
+        num_segments=log.num_segments,
+        num_replayed=log.num_records,
+        last_lsn=log.last_lsn,
+        durable_lsn=min(log.durable_lsn, log.last_lsn),
+        log_end=str(log.end),
+        num_salvaged=num_salvaged,
+        damage=tuple(damage),
+    )
+    return Recovered(
+        report=report,
+        next_lsn=log.seen_lsn + 1,
+        durable_lsn=report.durable_lsn,
+        next_segment=_next_segment(found),
+        open_number=_open_number(found),
+        position=log.position,
+        checkpoint=checkpoint or CheckpointRef(),
+        must_checkpoint=must_checkpoint,
+        segments=found.segments,
+    )
+
+
+def _restore(
+    fs: Fs, store_dir: str, found: Survey, state: Recoverable, damage: list[str]
+) -> CheckpointRef | None:
+    """Load the newest checkpoint that is whole; None if there should be one and none is."""
+    for ref in found.candidates():
+        state.clear()
+        try:
+            if ref.lsn:
+                state.restore(read_checkpoint(fs, store_dir, ref))
+            return ref
+        except CorruptFormat as error:
+            damage.append(str(error))
+    state.clear()
+    if found.is_new:
+        return CheckpointRef()
+    if not found.headers:
+        damage.append("no segment of the log has a good header")
+    return None
+
+
+def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
+    """Make `wal/` a directory, and unlink what no good header names; returns what could not be done."""
+    wal_dir = f"{store_dir}/{WAL}"
+    try:
+        if fs.exists(wal_dir) and not fs.is_dir(wal_dir):
+            fs.rename(wal_dir, _free_name(fs, f"{wal_dir}.broken"))
+        fs.make_dir(wal_dir)
+        failures = prune_checkpoints(fs, store_dir, {header.checkpoint.lsn for header in found.headers})
+        fs.sync_dir(store_dir)
+    except OSError as error:
+        raise PathUnusable(f"{store_dir}: {error.strerror}") from error
+    return failures
+
+
+def _sync_tail(fs: Fs, store_dir: str, position: LogPosition) -> bool:
+    """Sync the segment that the next one will follow: what was replayed may be in the page cache alone."""
+    if position.number == 0:
+        return True
+    try:
+        path = f"{store_dir}/{WAL}/{segment_name(position.number)}"
+        with contextlib.closing(fs.open_file(path, writable=True)) as file:
+            file.datasync()
+    except OSError:
+        return False
+    return True
+
+
+def _next_segment(found: Survey) -> int:
+    """One above the newest good segment, past names that are taken: a stray file must not push it far up."""
+    taken = {segment.number for segment in found.segments}
+    number = max((header.number for header in found.headers), default=0) + 1
+    while number in taken:
+        number += 1
+    return number
+
+
+def _open_number(found: Survey) -> int:
+    """Each opening began a segment, so those that cannot be read bound how many are not known."""
+    headers = found.headers
+    newest = headers[-1].number if headers else 0
+    unknown = sum(segment.number > newest for segment in found.segments)
+    return max((header.open_number for header in headers), default=0) + unknown + 1
+
+
+def _free_name(fs: Fs, path: str) -> str:
+    names = (f"{path}{suffix}" for suffix in ("", *range(1, 1000)))
+    return next(name for name in names if not fs.exists(name))
+
+
+def _is_ours(name: str) -> bool:
+    is_checkpoint_name = parse_checkpoint_name(name) is not None or is_temporary_name(name)
+    return name in _OURS | _ANYWHERE or is_checkpoint_name or name.startswith(f"{WAL}.broken")
+
+
+def _slab_names(fs: Fs, store_dir: str) -> list[str]:
+    slabs_dir = f"{store_dir}/{SLABS}"
+    if not fs.is_dir(slabs_dir):
+        return []
+    return [name for name in fs.list_names(slabs_dir) if slab_format.parse_slab_name(name)]
+
+
+def _has_data(fs: Fs, store_dir: str, checkpoints: Sequence[int], slabs: Sequence[str]) -> bool:
+    """Whether a checkpoint or the first slot of a slab is ours by its content."""
+    if any(is_checkpoint(fs, store_dir, lsn) for lsn in checkpoints):
+        return True
+    return any(_begins_with_slot(fs, f"{store_dir}/{SLABS}/{name}") for name in slabs)
+
+
+def _begins_with_slot(fs: Fs, path: str) -> bool:
+    raw = bytearray(slab_format.SLOT_HEADER_NBYTES)
+    try:
+        with contextlib.closing(fs.open_file(path)) as file:
+            slab_format.decode(raw[: file.preadv([raw], 0)])
+    except (OSError, CorruptFormat):
+        return False
+    return True
