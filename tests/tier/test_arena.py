@@ -145,6 +145,23 @@ def test_unsealing_offers_the_slots_again() -> None:
     arena.check()
 
 
+def test_a_retired_chunk_counts_until_it_is_reinstated() -> None:
+    arena = make(32, 8, shared=False)
+    slots = arena.allocate(PAGE, 12)
+    assert arena.free(PAGE, slots[:8]) == [(PAGE, 0)]
+    arena.retire(PAGE, [0, 1])  # the first is empty and waits to be punched, the second holds 4
+    assert arena.used_nbytes == 16 * PAGE and arena.num_free(PAGE) == 16
+    assert arena.num_live_in(PAGE, [0, 1, 7]) == 4
+    assert arena.allocate(PAGE, 3).tolist() == [16, 17, 18]
+    assert arena.free(PAGE, slots[8:]) == []
+    arena.check()
+    arena.reinstate(PAGE, [0])
+    assert arena.used_nbytes == 16 * PAGE
+    arena.reinstate(PAGE, [1])
+    assert arena.used_nbytes == 8 * PAGE and arena.num_free(PAGE) == 29
+    arena.check()
+
+
 def test_a_shared_budget_shrinks_and_comes_back_but_never_grows() -> None:
     arena = make(32, 8)
     arena.budget_nbytes = 8 * PAGE
@@ -182,13 +199,17 @@ def test_a_fragmented_pool_of_a_million_slots_is_fast() -> None:
 class ArenaMachine(RuleBasedStateMachine):
     """The arena against a dict of live slots and their bytes."""
 
-    @initialize(shared=st.booleans(), chunk_pages=st.integers(4, 9), num_chunks=st.integers(1, 6))
-    def begin(self, shared: bool, chunk_pages: int, num_chunks: int) -> None:
+    @initialize(
+        shared=st.booleans(), chunk_pages=st.integers(4, 9), num_chunks=st.integers(1, 6), later=st.booleans()
+    )
+    def begin(self, shared: bool, chunk_pages: int, num_chunks: int, later: bool) -> None:
         self.shared = shared
         self.chunk_pages = chunk_pages
         self.arena = make(chunk_pages * num_chunks + 1, chunk_pages, shared)
         self.live: dict[int, set[int]] = {PAGE: set(), 2 * PAGE: set(), 3 * PAGE: set()}
         self.sealed: set[tuple[int, int]] = set()
+        self.retired: list[tuple[int, int]] = []
+        self.punches_later = later
 
     @rule(pages=st.integers(1, 3), count=st.integers(0, 12))
     def allocate(self, pages: int, count: int) -> None:
@@ -199,7 +220,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert slots.size == min(count, num_free)
         assert not self.live[stride] & set(slots.tolist()) and len(set(slots.tolist())) == slots.size
         per_chunk = self.arena.slots_per_chunk(stride)
-        assert not self.sealed & {(stride, slot // per_chunk) for slot in slots.tolist()}
+        assert not {*self.sealed, *self.retired} & {(stride, slot // per_chunk) for slot in slots.tolist()}
         assert self.arena.over_budget_nbytes == over
         self.live[stride] |= set(slots.tolist())
 
@@ -215,6 +236,15 @@ class ArenaMachine(RuleBasedStateMachine):
         gone = self.arena.free(stride, slots)
         assert set(gone) == {(stride, chunk) for chunk in before - after}
         self.sealed -= set(gone)
+        for stride, chunk in gone if self.punches_later else ():
+            self.arena.retire(stride, [chunk])
+            self.retired.append((stride, chunk))
+
+    @precondition(lambda self: self.retired)
+    @rule()
+    def punch(self) -> None:
+        stride, chunk = self.retired.pop(0)
+        self.arena.reinstate(stride, [chunk])
 
     @rule(pages=st.integers(1, 3))
     def empty_the_sparsest(self, pages: int) -> None:
@@ -234,7 +264,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 3), slot=st.integers(0, 60))
     def claim(self, pages: int, slot: int) -> None:
         stride = pages * PAGE
-        if self.shared:
+        if self.shared or (stride, slot // self.arena.slots_per_chunk(stride)) in self.retired:
             return
         if slot in self.live[stride]:
             with pytest.raises(CorruptFormat):

@@ -10,7 +10,7 @@ payload: the owner of the memory or of the files turns slots into addresses with
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ Slots = npt.NDArray[np.int64]
 _MAX_CHUNK_NBYTES = 64 * MiB
 _MAX_CHUNKS = 1 << 20
 """No store is larger (64 TiB of the largest chunks); a claim beyond is damage, not a size to allocate for."""
+
+_OPEN, _SEALED, _RETIRED = 0, 1, 2
 
 _MAX_LOOKS = 8
 """How often one `take` looks for a longer run elsewhere before it accepts what it has found."""
@@ -218,7 +220,8 @@ class Arena:
     ) -> tuple[int, int, Slots] | None:
         """`(stride, chunk, live slots)` of the chunk of another size with the fewest live slots.
 
-        Sealed chunks and the `(stride, chunk)` pairs in `skip` are passed over; None when nothing is left.
+        Sealed and retired chunks and the `(stride, chunk)` pairs in `skip` are passed over; None when there
+        is no other.
         """
         best: tuple[int, int, int, int] | None = None
         for stride, pool in self._pools.items():
@@ -236,11 +239,35 @@ class Arena:
 
     def seal(self, stride_nbytes: int, chunk: int) -> None:
         """While a chunk is emptied nothing new may come in: its free slots are not allocated."""
-        self._pools[stride_nbytes].set_sealed(chunk, True)
+        self._pools[stride_nbytes].close(chunk, _SEALED)
 
     def unseal(self, stride_nbytes: int, chunk: int) -> None:
         """Emptying was given up. Does nothing for a chunk that went back to the budget."""
-        self._pools[stride_nbytes].set_sealed(chunk, False)
+        self._pools[stride_nbytes].open(chunk, _SEALED)
+
+    def retire(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
+        """These chunks, held or not, give no slots and count against the budget until `reinstate`.
+
+        So it is with a chunk whose bytes are not punched yet, and with those of a failed slab. Slots that
+        are live in them stay so; a retired chunk does not go back to the budget with its last slot.
+        """
+        pool = self._pool(stride_nbytes)
+        for chunk in chunks:
+            if not pool.holds(chunk):
+                pool.numbers.take_this(chunk)
+                pool.add(chunk)
+                self._num_chunks += 1
+            pool.close(chunk, _RETIRED)
+
+    def reinstate(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
+        """Retired chunks serve again: those with live slots at once, the others from the budget."""
+        for chunk in chunks:
+            self._num_chunks -= self._pools[stride_nbytes].open(chunk, _RETIRED)
+
+    def num_live_in(self, stride_nbytes: int, chunks: Iterable[int]) -> int:
+        """Live slots in these chunks."""
+        pool = self._pools.get(stride_nbytes)
+        return sum(pool.live_slots_of(chunk).size for chunk in chunks if pool.holds(chunk)) if pool else 0
 
     def check(self) -> None:
         """Conservation: every count equals a recount, no chunk has two owners."""
@@ -328,7 +355,7 @@ class _Pool:
         self._live = np.zeros((4, slots_per_chunk), bool)
         self._num_free = np.zeros(4, np.int64)
         self._longest = np.zeros(4, np.int64)
-        self._sealed = np.zeros(4, bool)
+        self._state = np.zeros(4, np.int8)
         self._spare_rows = [3, 2, 1, 0]
 
     def add(self, chunk: int) -> None:
@@ -372,7 +399,7 @@ class _Pool:
         self._num_free -= counts
         np.minimum(self._longest, self._num_free, out=self._longest)
         self.num_live += numbers.size
-        self.num_free -= int(counts[~self._sealed].sum())
+        self.num_free -= int(counts[self._state == _OPEN].sum())
 
     def give_back(self, numbers: Slots) -> list[int]:
         """These live slots are free. Returns the chunks left without a live slot, which leave the pool."""
@@ -385,13 +412,14 @@ class _Pool:
         counts = np.bincount(rows, minlength=self._num_free.size)
         self._num_free += counts
         self.num_live -= numbers.size
-        self.num_free += int(counts[~self._sealed].sum())
+        self.num_free += int(counts[self._state == _OPEN].sum())
         touched = np.flatnonzero(counts)
         joined = (counts[touched] + 1) * self._longest[touched] + counts[touched]
-        self._longest[touched] = np.where(
-            self._sealed[touched], 0, np.minimum(joined, self._num_free[touched])
-        )
-        empty = touched[self._num_free[touched] == self.slots_per_chunk]
+        bounds = np.minimum(joined, self._num_free[touched])
+        self._longest[touched] = np.where(self._state[touched] == _OPEN, bounds, 0)
+        empty = touched[
+            (self._num_free[touched] == self.slots_per_chunk) & (self._state[touched] != _RETIRED)
+        ]
         return [self._drop(int(row)) for row in empty]
 
     def is_live(self, numbers: Slots) -> npt.NDArray[np.bool_]:
@@ -415,20 +443,35 @@ class _Pool:
 
     def sparsest(self, stride_nbytes: int, skip: Container[tuple[int, int]]) -> int | None:
         """The chunk with the fewest live slots that may be emptied."""
-        rows = np.flatnonzero((self._chunk_of >= 0) & ~self._sealed)
+        rows = np.flatnonzero((self._chunk_of >= 0) & (self._state == _OPEN))
         for row in rows[np.argsort(-self._num_free[rows], kind="stable")]:
             chunk = int(self._chunk_of[row])
             if (stride_nbytes, chunk) not in skip:
                 return chunk
         return None
 
-    def set_sealed(self, chunk: int, sealed: bool) -> None:
+    def holds(self, chunk: int) -> bool:
+        return chunk < self._row_of.size and bool(self._row_of[chunk] >= 0)
+
+    def close(self, chunk: int, state: int) -> None:
+        """A chunk that the pool holds gives no slots from now on."""
         row = int(self._row_of[chunk])
-        if row < 0 or self._sealed[row] == sealed:
-            return
-        free = int(self._num_free[row])
-        self._sealed[row], self._longest[row] = sealed, 0 if sealed else free
-        self.num_free += -free if sealed else free
+        assert row >= 0, f"chunk {chunk} is not held"
+        if self._state[row] == _OPEN:
+            self.num_free -= int(self._num_free[row])
+        self._state[row], self._longest[row] = max(int(self._state[row]), state), 0
+
+    def open(self, chunk: int, state: int) -> int:
+        """Undo `close` to `state`; returns the number of chunks that left the pool by it, being empty."""
+        row = int(self._row_of[chunk]) if self.holds(chunk) else -1
+        if row < 0 or self._state[row] != state:
+            return 0
+        self._state[row], self._longest[row] = _OPEN, self._num_free[row]
+        self.num_free += int(self._num_free[row])
+        if self._num_free[row] < self.slots_per_chunk:
+            return 0
+        self._drop(row)
+        return 1
 
     def check(self) -> list[int]:
         """Recount this pool; returns the chunks it holds."""
@@ -440,12 +483,15 @@ class _Pool:
         assert int(self._live.sum()) == self.num_live, (
             f"{int(self._live.sum())} live, {self.num_live} counted"
         )
-        open_free = int(free[~self._sealed].sum())
+        open_free = int(free[self._state == _OPEN].sum())
         assert open_free == self.num_free, f"{open_free} free, {self.num_free} counted"
         assert rows.size == self.num_chunks, f"{rows.size} rows, {self.num_chunks} chunks"
         for row in rows.tolist():
             longest = self._free_runs(row)[1].max(initial=0)
-            assert self._sealed[row] or longest <= self._longest[row], f"run of {longest} over its bound"
+            assert self._state[row] != _OPEN or longest <= self._longest[row], (
+                f"run of {longest} over its bound"
+            )
+            assert self._state[row] == _RETIRED or free[row] < self.slots_per_chunk, "an empty chunk is held"
             assert self._row_of[self._chunk_of[row]] == row, f"row {row} is not where its chunk points"
         assert not self._longest[self._chunk_of < 0].any(), "a row without a chunk offers slots"
         return [int(chunk) for chunk in self._chunk_of[rows]]
@@ -477,11 +523,11 @@ class _Pool:
 
     def _drop(self, row: int) -> int:
         chunk = int(self._chunk_of[row])
-        if not self._sealed[row]:
+        if self._state[row] == _OPEN:
             self.num_free -= self.slots_per_chunk
         self._row_of[chunk] = self._chunk_of[row] = -1
         self._num_free[row] = self._longest[row] = 0
-        self._sealed[row] = False
+        self._state[row] = _OPEN
         self._spare_rows.append(row)
         self.numbers.give_back(chunk)
         self.num_chunks -= 1
@@ -493,7 +539,7 @@ class _Pool:
         self._chunk_of = _grown(self._chunk_of, 2 * num_rows, fill=-1)
         self._num_free = _grown(self._num_free, 2 * num_rows)
         self._longest = _grown(self._longest, 2 * num_rows)
-        self._sealed = _grown(self._sealed, 2 * num_rows)
+        self._state = _grown(self._state, 2 * num_rows)
         live = np.zeros((2 * num_rows, self.slots_per_chunk), bool)
         live[:num_rows] = self._live
         self._live = live

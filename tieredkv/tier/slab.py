@@ -1,0 +1,476 @@
+"""Parts in slab files: preallocated files of slots, written and read in runs of adjacent slots."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..system.fs import File, Fs
+from ..units import PAGE_NBYTES, GiB, MiB
+from .arena import Geometry
+from .base import FailedPlace, HeaderBatch, StoreFailed, Verdict
+from .slab_file import SlabFile
+from .slab_format import (
+    HEADER_DTYPE,
+    SLOT_HEADER_NBYTES,
+    Buffer,
+    Headers,
+    address_of,
+    aligned_bytes,
+    matches,
+    new_headers,
+    parse_slab_name,
+    seal,
+    slab_name,
+    stamp,
+    valid,
+)
+from .workers import Batch, Workers
+
+_SLAB_NBYTES = GiB
+_PIECE_NBYTES = 8 * MiB
+_PIECE_SLOTS = 256
+_SPARSE_NBYTES = 64 * 1024
+_MAX_OPEN = 128
+_CLOSE_S = 1.0
+_NUM_THREADS = min(4, max(2, os.cpu_count() or 2))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Adjacent slots of one slab, moved by one call: `count` of a batch, from its item `first` on."""
+
+    slab: SlabFile
+    offset: int
+    first: int
+    count: int
+
+    @property
+    def items(self) -> slice:
+        return slice(self.first, self.first + self.count)
+
+    def singles(self, slot_nbytes: int) -> list[_Piece]:
+        """The same slots one by one."""
+        return [
+            _Piece(self.slab, self.offset + number * slot_nbytes, self.first + number, 1)
+            for number in range(self.count)
+        ]
+
+
+class SlabStore:
+    """A `PartStore` over slab files in one directory.
+
+    Args:
+        fs: the door to files.
+        path: the directory; made if it is not there.
+        chunk_nbytes: that of the disk tier's arena; slots are placed by it.
+        disk_io: `"direct"` bypasses the page cache where the file system allows it, `"buffered"` goes
+            through it, `"mmap"` writes through it and reads from maps.
+
+    Raises:
+        OSError: the directory cannot be made or listed.
+    """
+
+    blank_drops_all = False
+
+    def __init__(self, fs: Fs, path: str, *, chunk_nbytes: int, disk_io: str = "direct") -> None:
+        self._fs = fs
+        self._path = path
+        self._geometry = Geometry(chunk_nbytes)
+        self._chunks_per_slab = max(1, _SLAB_NBYTES // chunk_nbytes)
+        self._disk_io = disk_io
+        self._slabs: dict[tuple[int, int], SlabFile] = {}
+        self._used: dict[SlabFile, None] = {}
+        self._lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._scratch = _Scratch()
+        self._zeros = aligned_bytes(MiB)
+        self._readers = Workers("tieredkv-read", _NUM_THREADS)
+        self._writers = Workers("tieredkv-write", _NUM_THREADS)
+        self._closed = False
+        fs.make_dir(path)
+        for name in fs.list_names(path):
+            place = parse_slab_name(name)
+            if place is not None and place[0] % PAGE_NBYTES == 0 and place[0] < chunk_nbytes:
+                self._slab(*place).note_existing()
+
+    # ---- what a PartStore does -----------------------------------------------------------------
+
+    @property
+    def allocated_nbytes(self) -> int:
+        with self._lock:
+            return sum(len(slab.chunks) for slab in self._slabs.values()) * self._geometry.chunk_nbytes
+
+    @property
+    def direct_refused(self) -> bool:
+        """`disk_io="direct"` was asked for and a file system that an open slab lies on does not have it."""
+        with self._lock:
+            return any(slab.refuses_direct for slab in self._slabs.values())
+
+    def write(
+        self, part_nbytes: int, slots: npt.ArrayLike, headers: Headers, payloads: Sequence[memoryview]
+    ) -> npt.NDArray[np.uint64]:
+        numbers = np.asarray(slots, np.int64)
+        assert numbers.size == len(headers) == len(payloads), (
+            f"{numbers.size} slots, {len(headers)} headers, {len(payloads)} payloads"
+        )
+        stamp(headers, part_nbytes)
+        pieces = self._pieces(part_nbytes, numbers)
+        self._reserve(part_nbytes, pieces)
+        Batch(
+            self._writers,
+            [
+                lambda piece=piece: self._write_piece(part_nbytes, piece, headers, payloads)  # type: ignore[misc]
+                for piece in pieces
+            ],
+        ).wait()
+        self._close_idle(pieces)
+        return np.array(headers["checksum"], np.uint64)
+
+    def read(
+        self,
+        part_nbytes: int,
+        slots: npt.ArrayLike,
+        expected: npt.NDArray[Any],
+        into: Sequence[memoryview],
+        timeout_s: float,
+        on_late: Callable[[int], None] | None = None,
+    ) -> list[Verdict]:
+        numbers = np.asarray(slots, np.int64)
+        assert numbers.size == len(expected) == len(into), (
+            f"{numbers.size} slots, {len(expected)} expected, {len(into)} buffers"
+        )
+        pieces = self._pieces(part_nbytes, numbers)
+
+        def piece_late(number: int) -> None:
+            for item in range(numbers.size)[pieces[number].items]:
+                if on_late is not None:
+                    on_late(item)
+
+        found = Batch(
+            self._readers,
+            [
+                lambda piece=piece: self._read_piece(part_nbytes, piece, expected, into)  # type: ignore[misc]
+                for piece in pieces
+            ],
+            piece_late,
+        ).wait(timeout_s)
+        self._close_idle(pieces)
+        verdicts = [Verdict.TIMED_OUT] * numbers.size
+        for piece, outcome in zip(pieces, found, strict=True):
+            if outcome is not None:
+                verdicts[piece.items] = outcome
+        return verdicts
+
+    def read_headers(self, part_nbytes: int, slots: npt.ArrayLike) -> HeaderBatch:
+        numbers = np.asarray(slots, np.int64)
+        headers = new_headers(numbers.size)
+        body = headers.view(np.uint8)
+        body[:] = 0
+        stride = SLOT_HEADER_NBYTES + part_nbytes
+        pieces = self._pieces(part_nbytes, numbers)
+        for piece in pieces:
+            try:
+                with piece.slab.use() as file:
+                    for number in range(piece.count):
+                        start = (piece.first + number) * SLOT_HEADER_NBYTES
+                        view = body[start : start + SLOT_HEADER_NBYTES].data
+                        file.preadv([view], piece.offset + number * stride)
+            except OSError as error:
+                piece.slab.trouble = error
+        self._close_idle(pieces)
+        return HeaderBatch(part_nbytes, numbers, headers, valid(headers))
+
+    def iter_headers(self) -> Iterator[HeaderBatch]:
+        with self._lock:
+            slabs = sorted(self._slabs.values(), key=lambda slab: (slab.part_nbytes, slab.first_chunk))
+        for slab in slabs:
+            per_chunk = self._geometry.slots_per_chunk(SLOT_HEADER_NBYTES + slab.part_nbytes)
+            for chunk in sorted(slab.chunks):
+                first = (slab.first_chunk + chunk) * per_chunk
+                for start in range(first, first + per_chunk, _PIECE_SLOTS):
+                    numbers = np.arange(start, min(start + _PIECE_SLOTS, first + per_chunk))
+                    batch = self._read_dense_headers(slab.part_nbytes, numbers)
+                    if batch.slots.size:
+                        yield batch
+
+    def blank(self, part_nbytes: int, slots: npt.ArrayLike) -> None:
+        pieces = self._pieces(part_nbytes, np.asarray(slots, np.int64))
+        for piece in pieces:
+            piece.slab.refuse_if_failed()
+            nbytes = piece.count * (SLOT_HEADER_NBYTES + part_nbytes)
+            with piece.slab.use() as file:
+                nbytes = min(nbytes, max(0, file.nbytes() - piece.offset))
+                for start in range(0, nbytes, MiB):
+                    zeros = self._zeros[: nbytes - start]
+                    piece.slab.write(file, [zeros.data], piece.offset + start, zeros.size)
+        self._close_idle(pieces)
+
+    def release(self, part_nbytes: int, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            slab = self._slab(part_nbytes, chunk // self._chunks_per_slab)
+            if slab.failed is None and slab.chunks:
+                slab.punch(chunk - slab.first_chunk, 1)
+
+    def num_chunks(self) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        with self._lock:
+            for (part_nbytes, _), slab in self._slabs.items():
+                if slab.chunks:
+                    end = slab.first_chunk + max(slab.chunks) + 1
+                    counts[part_nbytes] = max(counts.get(part_nbytes, 0), end)
+        return counts
+
+    def sync(self) -> None:
+        with self._sync_lock:
+            with self._lock:
+                dirty = [slab for slab in self._slabs.values() if slab.dirty]
+            failed = [slab for slab in dirty if not slab.sync()]
+        if failed:
+            assert failed[0].failed is not None, f"{failed[0].name} failed without an error"
+            raise StoreFailed(failed[0].failed.errno or errno.EIO, [slab.place for slab in failed])
+        self._close_idle(())
+
+    def discard(self, place: FailedPlace) -> None:
+        slab = self._slab(place.part_nbytes, place.chunks[0] // self._chunks_per_slab)
+        slab.unlink()
+        with self._lock:
+            del self._slabs[place.part_nbytes, place.chunks[0] // self._chunks_per_slab]
+            self._used.pop(slab, None)
+        slab.close()
+
+    def troubles(self) -> dict[str, OSError]:
+        with self._lock:
+            return {slab.name: slab.trouble for slab in self._slabs.values() if slab.trouble is not None}
+
+    def check(self) -> None:
+        with self._lock:
+            for (part_nbytes, index), slab in self._slabs.items():
+                assert slab.name == slab_name(part_nbytes, index), (
+                    f"{slab.name} kept as {part_nbytes}, {index}"
+                )
+                assert max(slab.chunks, default=0) < slab.num_chunks, f"{slab.name} holds {slab.chunks}"
+                assert slab.is_open or not slab.dirty, f"{slab.name} is closed and not synced"
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._readers.close(_CLOSE_S)
+        self._writers.close(_CLOSE_S)
+        for slab in self._slabs.values():
+            slab.close()
+
+    # ---- pieces --------------------------------------------------------------------------------
+
+    def _slab(self, part_nbytes: int, index: int) -> SlabFile:
+        with self._lock:
+            slab = self._slabs.get((part_nbytes, index))
+            if slab is None:
+                slab = self._slabs[part_nbytes, index] = SlabFile(
+                    self._fs,
+                    self._path,
+                    slab_name(part_nbytes, index),
+                    part_nbytes,
+                    index * self._chunks_per_slab,
+                    self._chunks_per_slab,
+                    self._geometry.chunk_nbytes,
+                    self._disk_io,
+                )
+            return slab
+
+    def _pieces(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> list[_Piece]:
+        """The runs of a batch, cut where a slab ends and where a call becomes too large to overlap."""
+        stride = SLOT_HEADER_NBYTES + part_nbytes
+        slab_nbytes = self._chunks_per_slab * self._geometry.chunk_nbytes
+        most = max(1, min(_PIECE_SLOTS, _PIECE_NBYTES // stride))
+        pieces, first = [], 0
+        for _, count, offset in self._geometry.runs(stride, numbers):
+            while count:
+                index, start = divmod(offset, slab_nbytes)
+                taken = min(count, most, (slab_nbytes - start) // stride)
+                pieces.append(_Piece(self._slab(part_nbytes, index), start, first, taken))
+                first, count, offset = first + taken, count - taken, offset + taken * stride
+        return pieces
+
+    def _reserve(self, part_nbytes: int, pieces: Iterable[_Piece]) -> None:
+        wanted: dict[SlabFile, set[int]] = {}
+        for piece in pieces:
+            end = piece.offset + piece.count * (SLOT_HEADER_NBYTES + part_nbytes) - 1
+            chunk_nbytes = self._geometry.chunk_nbytes
+            wanted.setdefault(piece.slab, set()).update(
+                range(piece.offset // chunk_nbytes, end // chunk_nbytes + 1)
+            )
+        for slab, chunks in wanted.items():
+            slab.reserve(chunks)
+
+    def _write_piece(
+        self, part_nbytes: int, piece: _Piece, headers: Headers, payloads: Sequence[memoryview]
+    ) -> None:
+        mine, parts = headers[piece.items], payloads[piece.items]
+        mine["checksum"] = [xxhash.xxh3_64_intdigest(part) for part in parts]
+        seal(mine)
+        slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
+        with piece.slab.use() as file:
+            if not file.direct or _all_aligned(mine, parts):
+                buffers = _interleaved(mine, parts)
+            else:
+                packed = self._scratch.slots(piece.count, slot_nbytes)
+                _pack(packed, mine, parts)
+                buffers = [packed.data]
+            piece.slab.write(file, buffers, piece.offset, piece.count * slot_nbytes)
+
+    def _read_piece(
+        self, part_nbytes: int, piece: _Piece, expected: npt.NDArray[Any], into: Sequence[memoryview]
+    ) -> list[Verdict]:
+        parts = into[piece.items]
+        try:
+            with piece.slab.use() as file:
+                headers, num_read = self._fetch(file, part_nbytes, piece, parts)
+        except OSError as error:
+            piece.slab.trouble = error
+            singles = piece.singles(SLOT_HEADER_NBYTES + part_nbytes) if piece.count > 1 else []
+            read_one = [self._read_piece(part_nbytes, single, expected, into)[0] for single in singles]
+            return read_one or [Verdict.UNREADABLE]
+        if num_read < piece.count:
+            piece.slab.trouble = OSError(errno.EIO, "the file ends before the slot does", piece.slab.name)
+        verdicts = _judge(headers[:num_read], expected[piece.items][:num_read], parts, part_nbytes)
+        return verdicts + [Verdict.UNREADABLE] * (piece.count - num_read)
+
+    def _fetch(
+        self, file: File, part_nbytes: int, piece: _Piece, parts: Sequence[memoryview]
+    ) -> tuple[Headers, int]:
+        """Headers and, in `parts`, payloads of a piece, unchecked; and how many whole slots it got."""
+        slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
+        headers = self._scratch.headers(piece.count)
+        if self._disk_io == "mmap":
+            end = piece.offset + piece.count * slot_nbytes
+            mapped = _array_of(piece.slab.mapped(file, end))[piece.offset : end]
+            num_read = mapped.size // slot_nbytes
+            _unpack(mapped[: num_read * slot_nbytes].reshape(num_read, slot_nbytes), headers, parts)
+        elif file.direct and not _all_aligned(headers, parts):
+            packed = self._scratch.slots(piece.count, slot_nbytes)
+            buffers = [
+                view
+                for slot in packed
+                for view in (slot[:SLOT_HEADER_NBYTES].data, slot[SLOT_HEADER_NBYTES:].data)
+            ]
+            num_read = piece.slab.read(file, buffers, piece.offset, slot_nbytes)
+            _unpack(packed[:num_read], headers, parts)
+        else:
+            num_read = piece.slab.read(file, _interleaved(headers, parts), piece.offset, slot_nbytes)
+        return headers, num_read
+
+    def _read_dense_headers(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> HeaderBatch:
+        """The headers of adjacent slots of one chunk that are not blank."""
+        slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
+        if slot_nbytes > _SPARSE_NBYTES:
+            found = self.read_headers(part_nbytes, numbers)
+            return _without_blanks(part_nbytes, numbers, found.headers)
+        headers = new_headers(0)
+        for piece in self._pieces(part_nbytes, numbers):
+            packed = self._scratch.slots(piece.count, slot_nbytes)
+            packed[:] = 0
+            try:
+                with piece.slab.use() as file:
+                    file.preadv([packed.data], piece.offset)
+            except OSError as error:
+                piece.slab.trouble = error
+                return _without_blanks(part_nbytes, numbers, self.read_headers(part_nbytes, numbers).headers)
+            headers = np.concatenate(
+                (headers, packed[:, :SLOT_HEADER_NBYTES].copy().view(HEADER_DTYPE)[:, 0])
+            )
+        return _without_blanks(part_nbytes, numbers, headers)
+
+    def _close_idle(self, pieces: Iterable[_Piece]) -> None:
+        """Keep the number of open files bounded: the slabs not used for longest are closed first."""
+        with self._lock:
+            for piece in pieces:
+                self._used.pop(piece.slab, None)
+                self._used[piece.slab] = None
+            for slab in list(self._used)[: max(0, len(self._used) - _MAX_OPEN)]:
+                if slab.close_if_idle():
+                    del self._used[slab]
+
+
+class _Scratch(threading.local):
+    """Aligned memory of each thread's own, kept between calls."""
+
+    def __init__(self) -> None:
+        self._headers = new_headers(_PIECE_SLOTS)
+        self._bytes = aligned_bytes(0)
+
+    def headers(self, count: int) -> Headers:
+        return self._headers[:count]
+
+    def slots(self, count: int, slot_nbytes: int) -> npt.NDArray[np.uint8]:
+        """`uint8[count, slot_nbytes]`."""
+        if self._bytes.size < count * slot_nbytes:
+            self._bytes = aligned_bytes(count * slot_nbytes)
+        return self._bytes[: count * slot_nbytes].reshape(count, slot_nbytes)
+
+
+def _judge(
+    headers: Headers, expected: npt.NDArray[Any], parts: Sequence[memoryview], part_nbytes: int
+) -> list[Verdict]:
+    """What slots that were read hold, against what they should. The one place where bytes become a hit."""
+    sound = valid(headers)
+    ours = sound & matches(headers, expected)
+    whole = ours & (headers["payload_nbytes"] == part_nbytes) & (headers["codec"] == 0)
+    verdicts = [
+        Verdict.OTHER if good and not mine else Verdict.CORRUPT
+        for good, mine in zip(sound, ours, strict=True)
+    ]
+    checksums = expected["checksum"]
+    for number in np.flatnonzero(whole).tolist():
+        if xxhash.xxh3_64_intdigest(parts[number]) == checksums[number]:
+            verdicts[number] = Verdict.OK
+    return verdicts
+
+
+def _without_blanks(part_nbytes: int, numbers: npt.NDArray[np.int64], headers: Headers) -> HeaderBatch:
+    written = headers.view(np.uint8).reshape(len(headers), -1).any(axis=1)
+    headers = headers[written]
+    return HeaderBatch(part_nbytes, numbers[written], headers, valid(headers))
+
+
+def _interleaved(headers: Headers, parts: Sequence[memoryview]) -> list[Buffer]:
+    """Header, payload, header, payload ... as one gather or scatter list."""
+    body = headers.view(np.uint8).data
+    buffers: list[Buffer] = []
+    for number, part in enumerate(parts):
+        start = number * SLOT_HEADER_NBYTES
+        buffers += (body[start : start + SLOT_HEADER_NBYTES], part)
+    return buffers
+
+
+def _pack(slots: npt.NDArray[np.uint8], headers: Headers, parts: Sequence[memoryview]) -> None:
+    slots[:, :SLOT_HEADER_NBYTES] = headers.view(np.uint8).reshape(len(headers), -1)
+    for slot, part in zip(slots, parts, strict=True):
+        np.copyto(slot[SLOT_HEADER_NBYTES:], _array_of(part))
+
+
+def _unpack(slots: npt.NDArray[np.uint8], headers: Headers, parts: Sequence[memoryview]) -> None:
+    """Through numpy, which lets other threads run meanwhile: a page of a map may have to come from disk."""
+    body = headers.view(np.uint8).reshape(len(headers), -1)
+    for number, slot in enumerate(slots):
+        np.copyto(body[number], slot[:SLOT_HEADER_NBYTES])
+        np.copyto(_array_of(parts[number]), slot[SLOT_HEADER_NBYTES:])
+
+
+def _array_of(buffer: memoryview | mmap.mmap | None) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(b"" if buffer is None else buffer, np.uint8)
+
+
+def _all_aligned(headers: Headers, parts: Sequence[memoryview]) -> bool:
+    arrays = (headers, *(_array_of(part) for part in parts))
+    return all(address_of(array) % PAGE_NBYTES == 0 for array in arrays)

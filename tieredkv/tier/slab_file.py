@@ -1,0 +1,243 @@
+"""One slab: a file of slots of one size, with the descriptor that serves it and the state it is in."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..system.fs import File, Fs
+from .base import FailedPlace, StoreFailed
+from .slab_format import Buffer
+
+_NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""What opening a name says when something else than a file lies there."""
+
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""What opening for writing says when reading may still work."""
+
+
+class SlabFile:
+    """A slab, opened when first used. `use()` holds it open; the owner closes idle ones.
+
+    Args:
+        directory, name: where it lies; messages say the name.
+        first_chunk: the chunk of the pool that it begins with.
+        num_chunks: how many it may hold.
+        disk_io: `"direct"`, `"buffered"` or `"mmap"`, see `Config`.
+    """
+
+    def __init__(
+        self,
+        fs: Fs,
+        directory: str,
+        name: str,
+        part_nbytes: int,
+        first_chunk: int,
+        num_chunks: int,
+        chunk_nbytes: int,
+        disk_io: str,
+    ) -> None:
+        self._fs = fs
+        self._directory = directory
+        self._path = f"{directory}/{name}"
+        self.name = name
+        self.part_nbytes = part_nbytes
+        self.first_chunk = first_chunk
+        self.num_chunks = num_chunks
+        self._chunk_nbytes = chunk_nbytes
+        self._wants_direct = disk_io == "direct"
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._file: File | None = None
+        self._map: mmap.mmap | None = None
+        self._read_only = False
+        self.chunks: frozenset[int] = frozenset()
+        self.dirty = False
+        self.failed: OSError | None = None
+        self.trouble: OSError | None = None
+
+    # ---- open and closed -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[File]:
+        """The slab's main file, open for as long as this lasts.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        with self._lock:
+            file = self._opened(create=False)
+            self._num_users += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                self._num_users -= 1
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    @property
+    def refuses_direct(self) -> bool:
+        """Direct transfers were asked for, and the file system does not have them."""
+        return self._wants_direct and self._file is not None and not self._file.direct
+
+    def close_if_idle(self) -> bool:
+        """Close the descriptors unless someone uses them, or a sync is due that must go through them."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._num_users or self.dirty:
+                return False
+            self._close()
+            return True
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close whatever no thread is using; those in use are left to the end of the process."""
+        with self._lock:
+            if not self._num_users:
+                self._close()
+
+    def note_existing(self) -> None:
+        """Take the chunks of a file left by an earlier process as holding bytes."""
+        nbytes = min(self._fs.file_nbytes(self._path), self.num_chunks * self._chunk_nbytes)
+        self.chunks = frozenset(range(-(-nbytes // self._chunk_nbytes)))
+
+    # ---- bytes ---------------------------------------------------------------------------------
+
+    def reserve(self, chunks: Iterable[int]) -> None:
+        """Real space for these chunks (numbered in this slab), the file made and its directory synced.
+
+        Raises:
+            StoreFailed: this slab takes no more writes.
+            OSError: there is no space; nothing is changed but an empty file.
+        """
+        self.refuse_if_failed()
+        with self._lock:
+            file = self._opened_for_writing()
+            for chunk in sorted(set(chunks) - self.chunks):
+                file.allocate(chunk * self._chunk_nbytes, self._chunk_nbytes)
+                self.chunks |= {chunk}
+                self.dirty = True
+
+    def write(self, file: File, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:
+        """Write through `file` (from `use`). Counts as written only if the slab has not failed meanwhile."""
+        self.refuse_if_failed()
+        if file.direct:
+            file.drop_cached(offset, nbytes)
+        try:
+            file.pwritev(buffers, offset)
+        finally:
+            self.dirty = True
+        self.refuse_if_failed()
+
+    def read(self, file: File, buffers: Sequence[Buffer], offset: int, slot_nbytes: int) -> int:
+        """Fill `buffers`; returns how many slots were read whole, fewer only where the file ends."""
+        return file.preadv(buffers, offset) // slot_nbytes
+
+    def mapped(self, file: File, end: int) -> mmap.mmap | None:
+        """The file mapped for reading, up to `end` at least if it is that long; None when it is empty."""
+        with self._lock:
+            if self._map is None or len(self._map) < end:
+                # a slab is never shortened, so the old map stays good for whoever reads from it
+                nbytes = file.nbytes()
+                if nbytes and (self._map is None or nbytes > len(self._map)):
+                    self._map = file.map_read()
+            return self._map
+
+    def punch(self, first_chunk: int, count: int) -> None:
+        """Give back the space of `count` chunks (numbered in this slab)."""
+        with self.use() as file:
+            end = min((first_chunk + count) * self._chunk_nbytes, file.nbytes())
+            if end > first_chunk * self._chunk_nbytes:
+                self.dirty = True
+                file.punch(first_chunk * self._chunk_nbytes, end - first_chunk * self._chunk_nbytes)
+        self.chunks -= set(range(first_chunk, first_chunk + count))
+
+    def sync(self) -> bool:
+        """Make what was written durable; False if that failed, which is final."""
+        self.dirty = False
+        try:
+            with self.use() as file:
+                file.datasync()
+        except OSError as error:
+            self.fail(error)
+        return self.failed is None
+
+    def unlink(self) -> None:
+        """Remove the file, durably. Nothing in it may be wanted any more."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.unlink(self._path)
+        self._fs.sync_dir(self._directory)
+
+    # ---- failure -------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> FailedPlace:
+        return FailedPlace(
+            self.name, self.part_nbytes, range(self.first_chunk, self.first_chunk + self.num_chunks)
+        )
+
+    def fail(self, error: OSError) -> None:
+        """No more writes from now on."""
+        self.failed = self.failed or error
+        self.trouble = error
+
+    def refuse_if_failed(self) -> None:
+        if self.failed is not None:
+            raise StoreFailed(self.failed.errno or errno.EIO, [self.place])
+
+    def _opened_for_writing(self) -> File:
+        if self._read_only and not self._num_users:
+            self._close()  # it may be writable by now
+        try:
+            file = self._opened(create=True)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                self.fail(error)
+            self.refuse_if_failed()
+            raise
+        if self._read_only:
+            raise OSError(errno.EROFS, "cannot be opened for writing", self.name)
+        return file
+
+    def _opened(self, create: bool) -> File:
+        if self._file is None:
+            if create and not self._fs.exists(self._path):
+                self._file = self._create()
+            else:
+                self._file = self._open()
+        return self._file
+
+    def _create(self) -> File:
+        file = self._fs.open_file(self._path, create=True, writable=True, direct=self._wants_direct)
+        try:
+            self._fs.sync_dir(self._directory)
+        except OSError as error:
+            file.close()
+            self.fail(error)  # whether the name is durable is not known, and no other sync would tell
+            raise
+        self._read_only = False
+        return file
+
+    def _open(self) -> File:
+        try:
+            file = self._fs.open_file(self._path, writable=True, direct=self._wants_direct)
+            self._read_only = False
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            file = self._fs.open_file(self._path, direct=self._wants_direct)
+            self._read_only = True
+        return file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self._map = None

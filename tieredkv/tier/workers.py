@@ -1,0 +1,113 @@
+"""A few threads that wait for the disk, so that their callers need not wait longer than they want."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Daemon threads, started when first needed, that run jobs in order of arrival. Jobs must not raise."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        if not self._threads:
+            self._start()
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Run what was submitted, then end the threads; a thread held by the disk is left to itself."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._threads:
+                return
+            threads = [
+                threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+                for number in range(self._num_threads)
+            ]
+            for thread in threads:
+                thread.start()
+            self._threads = threads
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class Batch(Generic[T]):
+    """Jobs given to `workers` together. One that has not begun when the caller stops waiting never runs.
+
+    Args:
+        on_late: called with the number of each job that was not done in time, once it is over: from its
+            worker, or from `wait` for one that never began.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        jobs: Sequence[Callable[[], T]],
+        on_late: Callable[[int], None] | None = None,
+    ) -> None:
+        self._jobs = jobs
+        self._on_late = on_late
+        self._done = threading.Condition()
+        self._results: list[T | None] = [None] * len(jobs)
+        self._error: Exception | None = None
+        self._num_left = len(jobs)
+        self._began = [False] * len(jobs)
+        self._expired = False
+        for number in range(len(jobs)):
+            workers.submit(lambda number=number: self._run(number))  # type: ignore[misc]
+
+    def wait(self, timeout_s: float | None = None) -> list[T | None]:
+        """Each job's result, None for those not done within `timeout_s`.
+
+        Raises:
+            Exception: the first that a job raised, once all are over or late.
+        """
+        with self._done:
+            self._done.wait_for(lambda: self._num_left == 0, timeout_s)
+            self._expired = self._num_left > 0
+            results = list(self._results)
+            never = [number for number, began in enumerate(self._began) if not began]
+        if self._on_late is not None:
+            for number in never:
+                self._on_late(number)
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def _run(self, number: int) -> None:
+        with self._done:
+            if self._expired:
+                return
+            self._began[number] = True
+        result, error = None, None
+        try:
+            result = self._jobs[number]()
+        except Exception as raised:
+            error = raised
+        with self._done:
+            late = self._expired
+            if not late:
+                self._results[number], self._error = result, self._error or error
+                self._num_left -= 1
+                if self._num_left == 0:
+                    self._done.notify_all()
+        if late and self._on_late is not None:
+            self._on_late(number)
