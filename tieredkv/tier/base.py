@@ -12,18 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 
-EXPECTED_DTYPE = np.dtype(
-    [
-        ("namespace", "u1", 32),
-        ("digest", "u1", 32),
-        ("put_seq", "<u8"),
-        ("checksum", "<u8"),
-        ("group", "u1"),
-    ]
-)
-"""What the block table says a slot holds; a read compares the slot with it."""
-
-
 class Verdict(Enum):
     """What a read of one part found; only `OK` leaves bytes that may be used."""
 
@@ -73,7 +61,7 @@ class PartStore(Protocol):
     """Parts on disk, by part size and slot. Any thread may call; no two calls may name one slot at once,
     but for reads. Slots are numbered as `Geometry` says, with a stride of 4096 + part_nbytes.
 
-    Headers are `slab_format.HEADER_DTYPE`, expectations `EXPECTED_DTYPE`.
+    Headers are `slab_format.HEADER_DTYPE`, expectations `slab_format.EXPECTED_DTYPE`.
     """
 
     blank_drops_all: bool

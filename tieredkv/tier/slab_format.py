@@ -37,7 +37,6 @@ import xxhash
 
 from ..errors import CorruptFormat
 from ..units import PAGE_NBYTES
-from .base import EXPECTED_DTYPE
 
 SLOT_HEADER_NBYTES = PAGE_NBYTES
 VERSION = 1
@@ -84,6 +83,17 @@ HEADER_DTYPE = np.dtype(
         "itemsize": SLOT_HEADER_NBYTES,
     }
 )
+
+EXPECTED_DTYPE = np.dtype(
+    [
+        ("namespace", "u1", 32),
+        ("digest", "u1", 32),
+        ("put_seq", "<u8"),
+        ("checksum", "<u8"),
+        ("group", "u1"),
+    ]
+)
+"""What the block table says a slot holds; a read compares the slot with it."""
 
 Headers = npt.NDArray[Any]
 """`HEADER_DTYPE[n]`."""
