@@ -64,7 +64,9 @@ class Config:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise BadConfig(f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, choices))}")
+                raise BadConfig(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, choices))}"
+                )
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_nbytes") and value != "auto":

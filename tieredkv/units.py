@@ -14,7 +14,17 @@ PAGE_NBYTES = 4096
 """Alignment of every part in memory and on disk: what `O_DIRECT` asks for."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
-_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": KiB, "mi": MiB, "gi": GiB, "ti": GiB << 10}
+_FACTORS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": KiB,
+    "mi": MiB,
+    "gi": GiB,
+    "ti": GiB << 10,
+}
 
 
 def parse_nbytes(value: int | str) -> int:

@@ -45,9 +45,7 @@ def as_tokens(tokens: object) -> Tokens:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def chain(
-    root: bytes, tokens: Tokens, block_size: int, extra: Mapping[int, bytes] | None = None
-) -> Digests:
+def chain(root: bytes, tokens: Tokens, block_size: int, extra: Mapping[int, bytes] | None = None) -> Digests:
     """Digests of every whole block of `tokens`, in order.
 
     Args:

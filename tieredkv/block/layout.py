@@ -25,7 +25,17 @@ _TENSOR_ALIGN = 64
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int32", "int64", "float8_e4m3fn")
+    for name in (
+        "float32",
+        "float16",
+        "bfloat16",
+        "float64",
+        "uint8",
+        "int8",
+        "int32",
+        "int64",
+        "float8_e4m3fn",
+    )
 }
 
 
@@ -44,7 +54,9 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise BadConfig(f"layer {self.layer} {self.name}: dtype {self.dtype!r} is not one of {sorted(DTYPES)}")
+            raise BadConfig(
+                f"layer {self.layer} {self.name}: dtype {self.dtype!r} is not one of {sorted(DTYPES)}"
+            )
         if self.shape.count(TOKENS) > 1 or any(n < 1 and n != TOKENS for n in self.shape):
             raise BadConfig(f"layer {self.layer} {self.name}: bad shape {self.shape}")
 
@@ -79,7 +91,9 @@ class LayerGroup:
         if self.kind not in ("full", "window", "recurrent"):
             raise BadConfig(f"a layer group is full, window or recurrent, not {self.kind!r}")
         if self.kind == "recurrent":
-            raise Unsupported("recurrent layers are not built yet: their state cannot be cut at a block boundary")
+            raise Unsupported(
+                "recurrent layers are not built yet: their state cannot be cut at a block boundary"
+            )
         if (self.kind == "window") != (self.window > 0):
             raise BadConfig(f"a {self.kind} group cannot have window {self.window}")
         if not self.tensors:

@@ -1,0 +1,558 @@
+"""The whole cache: opened on a directory, closed once. Everything else is reached from here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .block.identity import Identity, differences
+from .block.layout import BlockLayout
+from .config import Config
+from .disk import Disk, open_disk
+from .errors import BadConfig, Closed, Forked, SessionError, StoreUnusable
+from .machine import Sizes, resolve
+from .mover import Mover
+from .namespace import Namespace, Parts
+from .outcomes import Counters, Flushed, Health, RecoveryReport, Stats, Tier, TierStats, Trouble
+from .plan import unneeded_window_parts
+from .policy import Policy, make_policy
+from .residency import Residency
+from .room import Room
+from .sessions import Session, no_session
+from .spiller import Cause, Spiller
+from .system import Clock, Fs, OsFs, SystemClock
+from .table.catalog import NamespaceRow, SessionRow, to_record
+from .table.key_index import Rows
+from .table.state import State
+from .tier.slab_format import SLOT_HEADER_NBYTES
+from .tier.stream import CopyStream, stream_for
+from .tier.tensor import TensorTier
+from .units import format_nbytes
+from .wal.records import NAMESPACE, REMOVAL, REMOVED, SESSION, Run
+
+_LOG = logging.getLogger("tieredkv")
+_CLOSE_S = 30.0
+
+
+def open_cache(
+    path: str | os.PathLike[str],
+    config: Config | None = None,
+    *,
+    fs: Fs | None = None,
+    clock: Clock | None = None,
+) -> TieredCache:
+    """Open the store in a directory, recovering whatever is there; a missing directory becomes a new store.
+
+    Args:
+        path: the store's directory; `~` is expanded.
+        config: budgets and choices; the defaults if None.
+        fs, clock: doors to files and time, for tests.
+
+    Raises:
+        StoreUnusable: held by a living process, of a newer format, not a store, or not to be used; nothing
+            on disk was changed. `on_unusable="memory"` runs without the disk tier instead.
+        BadConfig: a budget or device that cannot work.
+    """
+    return TieredCache(
+        os.path.expanduser(os.fspath(path)), config or Config(), fs or OsFs(), clock or SystemClock()
+    )
+
+
+class TieredCache:
+    """Blocks of KV on the device, in host memory and on disk. Any thread of the opening process may call."""
+
+    def __init__(
+        self, path: str, config: Config, fs: Fs, clock: Clock, stream: CopyStream | None = None
+    ) -> None:
+        self.path = path
+        self.config = config
+        self._sizes: Sizes = resolve(config, path)
+        self._clock = clock
+        self._opened_at = clock.monotonic()
+        self._pid = os.getpid()
+        self._closed = False
+        self._counters = Counters()
+        self._lock = threading.Condition(threading.RLock())
+        self._state = State()
+        self._table = self._state.table
+        self._stream = stream or stream_for(self._sizes.device)
+        self._memories: dict[Tier, TensorTier] = {}
+        self._residents: dict[Tier, Residency] = {}
+        self._spaces: dict[bytes, Namespace] = {}
+        self._open_sessions: set[str] = set()
+        self._making = threading.Lock()
+        self._unusable: str | None = None
+        self._disk = self._open_disk(fs)
+        self._spiller: Spiller | None = None
+        self._room: Room | None = None
+        self._mover: Mover | None = None
+        self._hold_anchors()
+
+    def _open_disk(self, fs: Fs) -> Disk | None:
+        if self._sizes.disk_nbytes == 0:
+            self._table.settle()
+            return None
+        try:
+            return open_disk(
+                fs, self.path, self.config, self._sizes, self._state, self._lock, self._residents, self._counters,
+                self._stride_on_disk,
+            )  # fmt: skip
+        except StoreUnusable as error:
+            if self.config.on_unusable != "memory":
+                raise
+            self._unusable = str(error)
+            _LOG.warning("running without the disk tier: %s", error)
+            self._state.clear()
+            self._state.settle()
+            return None
+
+    def __enter__(self) -> TieredCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def device(self) -> Any:
+        """The torch device of the device tier."""
+        return self._sizes.device
+
+    @property
+    def deadline_s(self) -> float:
+        return self.config.deadline_s
+
+    @property
+    def recovery(self) -> RecoveryReport:
+        """What `open` found; also after closing."""
+        return self._disk.report if self._disk is not None else RecoveryReport()
+
+    def check_open(self) -> None:
+        """Raises Closed or Forked where a call cannot be served."""
+        if self._closed:
+            raise Closed(f"the cache on {self.path} is closed")
+        if os.getpid() != self._pid:
+            raise Forked(f"the cache on {self.path} belongs to process {self._pid}; open your own in a child")
+
+    # ---- namespaces ----------------------------------------------------------------------------
+
+    def namespace(self, identity: Identity, layout: BlockLayout) -> Namespace:
+        """The blocks of one identity, made if they are new.
+
+        Raises:
+            BadConfig: a tier's budget is smaller than one block.
+        """
+        self.check_open()
+        digest = identity.digest(layout)
+        with self._making:
+            if digest not in self._spaces:
+                self._make_tiers(layout)
+                row = self._namespace_row(digest, identity, layout)
+                self._spaces[digest] = Namespace(row, self._parts())
+            return self._spaces[digest]
+
+    def _namespace_row(self, digest: bytes, identity: Identity, layout: BlockLayout) -> NamespaceRow:
+        with self._lock:
+            known = self._state.catalog.by_digest(digest)
+            number = 1 + max(self._state.catalog.namespaces, default=0)
+        if known is not None:
+            return known
+        row = NamespaceRow(number, digest, identity.fingerprint(), layout)
+        self._log(NAMESPACE, (row.encode(),), "the namespace")
+        return row
+
+    def _log(self, kind: int, records: tuple[bytes, ...], what: str) -> None:
+        """Log records of the catalog and wait until they are applied."""
+        if self._disk is None:
+            with self._lock:
+                self._state.apply(0, Run(kind, records))
+            return
+        ticket = self._disk.journal.submit(kind, records)
+        if not ticket.wait(self.deadline_s):
+            why = ticket.error or f"not within {self.deadline_s} s"
+            raise SessionError(f"the log did not take {what}: {why}")
+
+    def _make_tiers(self, layout: BlockLayout) -> None:
+        """The memory tiers, at the first namespace: only then is the size of a part known."""
+        if not self._memories:
+            largest = max(layout.part_nbytes)
+            self._memories[Tier.DEVICE] = self._memory(
+                "device", self._sizes.device_nbytes, largest, self.device
+            )
+            if self._sizes.host_nbytes:
+                host = self._memory("host", self._sizes.host_nbytes, largest, None)
+                self._memories[Tier.HOST] = host
+            for tier, memory in self._memories.items():
+                self._residents[tier] = self._memory_resident(tier, memory)
+            self._residents = dict(sorted(self._residents.items()))
+            self._make_movers()
+        for tier, resident in self._residents.items():
+            header = SLOT_HEADER_NBYTES if tier is Tier.DISK else 0
+            fits = all(resident.arena.slots_per_chunk(n + header) for n in layout.part_nbytes)
+            need = layout.block_nbytes + header * len(layout.groups)
+            if not fits or resident.arena.budget_nbytes < need:
+                raise BadConfig(
+                    f"{tier.name.lower()}_nbytes gives {format_nbytes(resident.arena.budget_nbytes)} to blocks,"
+                    f" one block of this model needs {format_nbytes(need)}: raise the budget"
+                )
+
+    def _memory(self, name: str, nbytes: int, largest: int, device: Any) -> TensorTier:
+        if nbytes < largest:
+            raise BadConfig(f"{name}_nbytes={nbytes}: a part of this model needs {largest}; raise the budget")
+        cpu = device is None or device.type == "cpu"
+        import torch
+
+        return TensorTier(
+            name, nbytes, min_chunk_nbytes=largest, device=device or torch.device("cpu"),
+            pinned=cpu and self.device.type == "cuda", stream=self._stream,
+        )  # fmt: skip
+
+    def _memory_resident(self, tier: Tier, memory: TensorTier) -> Residency:
+        policy: Policy[bytes] = make_policy(self.config.policy, memory.arena.budget_nbytes)
+        return Residency(tier, self._table, memory.arena, policy, self._stride_in_memory)
+
+    def _make_movers(self) -> None:
+        disk = self._disk
+        common: dict[str, Any] = {
+            "lock": self._lock, "table": self._table, "counters": self._counters, "deadline_s": self.deadline_s,
+        }  # fmt: skip
+        if disk is not None:
+            self._spiller = Spiller(
+                store=disk.store, resident=self._residents[Tier.DISK], memories=self._memories,
+                journal=disk.journal, layout_of=self._layout_of, namespace_digest=self._namespace_digest,
+                next_put_seq=disk.next_put_seq, **common,
+            )  # fmt: skip
+        self._room = Room(
+            residents=self._residents, memories=self._memories, spiller=self._spiller,
+            layout_of=self._layout_of, **common,
+        )  # fmt: skip
+        self._mover = Mover(
+            residents=self._residents, memories=self._memories, store=disk.store if disk else None,
+            room=self._room, namespace_digest=self._namespace_digest, **common,
+        )  # fmt: skip
+
+        if disk is not None:
+            disk.on_failed_sync = lambda parts: self._give_up(parts)
+
+    def _give_up(self, parts: Sequence[tuple[int, int]]) -> None:
+        """A slab failed to sync: what it cannot keep is off the disk until it is spilled again (lock held)."""
+        assert self._spiller is not None, "only a disk tier fails to sync"
+        self._counters.add("failed_sync_parts", len(parts))
+        if parts:
+            self._spiller.drop(list(parts), Cause.FAILED_SYNC)
+
+    def _parts(self) -> Parts:
+        assert self._mover is not None, "tiers are made before namespaces"
+        return Parts(
+            lock=self._lock, table=self._table, residents=self._residents, mover=self._mover,
+            spiller=self._spiller, eager=self.config.spill == "eager", counters=self._counters,
+            deadline_s=self.deadline_s, drop_failed=self._drop_failed,
+            identity_differences=self._identity_differences, check_open=self.check_open,
+        )  # fmt: skip
+
+    def _layout_of(self, row: int) -> BlockLayout:
+        return self._state.catalog.namespaces[int(self._table.namespace[row])].layout
+
+    def _namespace_digest(self, number: int) -> bytes:
+        return self._state.catalog.namespaces[number].digest
+
+    def _stride_in_memory(self, row: int, group: int) -> int:
+        return self._layout_of(row).part_nbytes[group]
+
+    def _stride_on_disk(self, row: int, group: int) -> int:
+        return self._layout_of(row).part_nbytes[group] + SLOT_HEADER_NBYTES
+
+    def _identity_differences(self, row: NamespaceRow) -> list[str]:
+        """In which fields the nearest other namespace differs, when this one holds nothing (lock held)."""
+        rows = self._table.live_rows()
+        if (self._table.namespace[rows] == row.number).any():
+            return []
+        mine = {**row.fingerprint, "layout": row.layout.describe()}
+        others = [
+            differences(mine, {**other.fingerprint, "layout": other.layout.describe()})
+            for other in self._state.catalog.namespaces.values()
+            if other.number != row.number
+        ]
+        return min(others, key=len, default=[])
+
+    def _drop_failed(self, parts: Sequence[tuple[int, int]], cause: Cause) -> None:
+        """Take parts that failed their check off the disk; copies above, if any, are sound and stay."""
+        with self._lock:
+            on_disk = [(r, g) for r, g in parts if self._table.slot[Tier.DISK, g, r] >= 0]
+            if on_disk and self._spiller is not None:
+                self._spiller.drop(on_disk, cause)
+
+    # ---- sessions ------------------------------------------------------------------------------
+
+    def session(self, name: str, space: Namespace) -> Session:
+        """Open or resume the session `name` of a namespace.
+
+        A session of another identity under this name is not resumed: it begins empty, and its first commit
+        takes the name over.
+
+        Raises:
+            SessionError: it is open already in this process.
+        """
+        self.check_open()
+        with self._lock:
+            if name in self._open_sessions:
+                raise SessionError(f"session {name!r} is open already; close it first")
+            row = self._state.catalog.sessions.get(name)
+            if row is None or row.namespace != space.row.number or self._is_expired(row):
+                row = no_session(name, space.row.number)
+            self._open_sessions.add(name)
+        return Session(self, space, row, lambda: self._open_sessions.discard(name))
+
+    def has_session(self, name: str) -> bool:
+        with self._lock:
+            row = self._state.catalog.sessions.get(name)
+            return row is not None and not self._is_expired(row)
+
+    def sessions(self) -> tuple[SessionRow, ...]:
+        """Every session that has not expired, by name."""
+        self.check_open()
+        with self._lock:
+            rows = sorted(self._state.catalog.sessions.values(), key=lambda row: row.name)
+            return tuple(row for row in rows if not self._is_expired(row))
+
+    def clock_s(self) -> float:
+        """The store's own clock: seconds of open time so far."""
+        return self._state.catalog.clock_s + self._clock.monotonic() - self._opened_at
+
+    def _is_expired(self, row: SessionRow) -> bool:
+        return 0 < row.expires_at <= self.clock_s()
+
+    def put_session(self, before: SessionRow, after: SessionRow) -> None:
+        """Log a session's new content, then let go of the anchors that it no longer names."""
+        self.check_open()
+        with self._lock:
+            logged = self._state.catalog.sessions.get(after.name)
+        self._log(SESSION, (after.encode(logged),), f"session {after.name!r}")
+        with self._lock:
+            self._hold(after, 1)
+            if logged is not None:
+                self._let_go(logged)
+
+    def _hold_anchors(self) -> None:
+        """After recovery every session holds its anchors."""
+        with self._lock:
+            for row in self._state.catalog.sessions.values():
+                self._hold(row, 1)
+
+    def _chain_rows(self, row: SessionRow) -> Rows:
+        """Rows of the session's whole blocks, -1 where a block is not there (lock held)."""
+        from .block.hashing import chain
+
+        namespace = self._state.catalog.namespaces.get(row.namespace)
+        if namespace is None:
+            return np.zeros(0, dtype=np.int32)
+        digests = chain(namespace.digest, row.tokens, namespace.layout.block_size)
+        return self._table.find(digests)
+
+    def _anchor_rows(self, row: SessionRow, rows: Rows) -> list[int]:
+        namespace = self._state.catalog.namespaces.get(row.namespace)
+        if namespace is None:
+            return []
+        size = namespace.layout.block_size
+        ends = [rows[anchor // size - 1] for anchor in row.anchors if 0 < anchor // size <= len(rows)]
+        return [int(end) for end in ends if end >= 0]
+
+    def _hold(self, row: SessionRow, count: int) -> list[int]:
+        """Count this session among the holders of its anchors, and pin its blocks if it wants that."""
+        rows = self._chain_rows(row)
+        ends = self._anchor_rows(row, rows)
+        for end in ends:
+            self._table.holders[end] = max(0, self._table.holders[end] + count)
+        if row.pinned:
+            there = rows[rows >= 0]
+            self._table.pins[there] = np.maximum(0, self._table.pins[there] + count)
+        return ends
+
+    def _let_go(self, row: SessionRow) -> None:
+        """The session no longer holds these anchors: window parts that nobody needs leave every tier."""
+        ends = self._hold(row, -1)
+        parts = [
+            part
+            for end in ends
+            if self._table.holders[end] == 0
+            for part in unneeded_window_parts(self._table, self._layout_of(end), end)
+        ]
+        if parts and self._room is not None:
+            self._room.release(list(dict.fromkeys(parts)), Cause.RELEASED)
+
+    def remove_sessions(self, names: Iterable[str]) -> None:
+        """Remove sessions and the blocks that no other session shares, from every tier; synced on return."""
+        self.check_open()
+        with self._lock:
+            going = [row for n in names if (row := self._state.catalog.sessions.get(n)) is not None]
+            staying = [row for row in self._state.catalog.sessions.values() if row not in going]
+            kept: set[int] = set()
+            for row in staying:
+                kept.update(self._chain_rows(row).tolist())
+            lost = {r for row in going for r in self._chain_rows(row).tolist()} - kept - {-1}
+            for row in going:
+                self._hold(row, -1)
+        self._remove(sorted(lost), {"sessions": [row.name for row in going]})
+
+    def purge(self, space: Namespace) -> None:
+        """Remove everything of a namespace from every tier, log and checkpoint; synced on return.
+
+        The namespace object is of no use afterwards; ask `namespace` for it again.
+        """
+        self.check_open()
+        with self._lock:
+            rows = self._table.live_rows()
+            rows = rows[self._table.namespace[rows] == space.row.number]
+            for row in self._state.catalog.sessions.values():
+                if row.namespace == space.row.number:
+                    self._hold(row, -1)
+        self._remove(rows.tolist(), {"namespace": space.row.number})
+        with self._making:
+            self._spaces.pop(space.digest, None)
+
+    def _remove(self, rows: list[int], removal: dict[str, Any]) -> None:
+        until = time.monotonic() + _CLOSE_S
+        if self._spiller is not None:
+            self._spiller.drain(until)
+        with self._lock:
+            parts = [(row, g) for row in rows for g in range(self._table.num_groups)]
+            self._zero(parts)
+            if self._spiller is not None:
+                self._spiller.forget_tokens(self._table.digest[row].tobytes() for row in rows)
+            ticket = self._room.release(parts, Cause.REMOVED) if self._room is not None else None
+            self._table.forget_gone()
+        if ticket is not None:
+            ticket.wait(max(0.0, until - time.monotonic()))
+        self._log(REMOVAL, (to_record(removal),), "the removal")
+        if self._disk is not None:
+            self._disk.erase(until)
+        self._log(REMOVED, (to_record({}),), "the end of the removal")
+
+    def _zero(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Overwrite memory slots before they are given back (lock held)."""
+        for row, group in parts:
+            for tier, memory in self._memories.items():
+                slot = int(self._table.slot[tier, group, row])
+                if slot >= 0:
+                    memory.zero(self._layout_of(row).part_nbytes[group], [slot])
+
+    # ---- the whole -----------------------------------------------------------------------------
+
+    def flush(self, timeout_s: float | None = None) -> Flushed:
+        """Spill every registered block that has no disk copy, sync slabs, then the log."""
+        self.check_open()
+        until = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
+        return self._flush(until)
+
+    def _flush(self, until: float) -> Flushed:
+        disk, spiller = self._disk, self._spiller
+        if disk is None:
+            return Flushed(0, 0, ("there is no disk tier",))
+        failures: list[str] = []
+        num_spilled = 0
+        if spiller is not None:
+            with self._lock:
+                rows, groups = self._unspilled()
+                num_spilled = len(rows)
+                if num_spilled:
+                    spiller.enqueue(rows, groups)
+            if not spiller.drain(until):
+                failures.append(f"spill: {spiller.trouble or 'not done before the deadline'}")
+            with self._lock:
+                left = len(self._unspilled()[0])
+            if left:
+                failures.append(f"{left} parts have no disk copy: {spiller.trouble or 'no space'}")
+        if not disk.journal.flush(until):
+            failures.append(f"log: {disk.journal.trouble or 'not synced before the deadline'}")
+        return Flushed(disk.journal.durable_lsn, num_spilled, tuple(failures))
+
+    def _unspilled(self) -> tuple[Rows, Any]:
+        """Parts in memory without a disk copy (lock held)."""
+        rows = self._table.live_rows()
+        slots = self._table.slot[:, :, rows]
+        groups, at = np.nonzero((slots[: Tier.DISK] >= 0).any(axis=0) & (slots[Tier.DISK] < 0))
+        return rows[at], groups.astype(np.int64)
+
+    def checkpoint(self, timeout_s: float = _CLOSE_S) -> bool:
+        """Write a checkpoint now, so that the next open replays nothing; False without a disk tier."""
+        self.check_open()
+        return self._disk is not None and self._disk.journal.checkpoint(time.monotonic() + timeout_s)
+
+    def stats(self) -> Stats:
+        """A snapshot of tiers, log and counters."""
+        self.check_open()
+        disk = self._disk
+        with self._lock:
+            tiers = tuple(self._tier_stats(tier, resident) for tier, resident in self._residents.items())
+            return Stats(
+                tiers=tiers,
+                num_blocks=len(self._table),
+                num_namespaces=len(self._state.catalog.namespaces),
+                num_sessions=len(self._state.catalog.sessions),
+                num_pins=int(self._table.pins.sum()),
+                working_nbytes=0,
+                log_nbytes=disk.journal.log_nbytes if disk else 0,
+                checkpoint_nbytes=disk.journal.checkpoint_nbytes if disk else 0,
+                disk_nbytes=disk.nbytes if disk else 0,
+                last_lsn=disk.journal.applied_lsn if disk else 0,
+                durable_lsn=disk.journal.durable_lsn if disk else 0,
+                counters=self._counters.snapshot(),
+            )
+
+    def _tier_stats(self, tier: Tier, resident: Residency) -> TierStats:
+        rows = self._table.live_rows()
+        return TierStats(
+            name=tier.name.lower(),
+            budget_nbytes=resident.arena.budget_nbytes,
+            used_nbytes=resident.arena.used_nbytes,
+            live_nbytes=resident.arena.live_nbytes,
+            num_parts=int((self._table.slot[tier][:, rows] >= 0).sum()),
+            num_blocks=len(resident.policy),
+            num_evictions=resident.num_evictions,
+            hit_tokens=resident.hit_tokens,
+        )
+
+    def health(self) -> Health:
+        """What does not serve, if anything."""
+        since = self._clock.monotonic() - self._opened_at
+        troubles: list[Trouble] = []
+        if self._unusable:
+            troubles.append(Trouble(self.path, self._unusable, 0.0))
+        if self._spiller is not None and self._spiller.trouble:
+            troubles.append(Trouble("disk tier", self._spiller.trouble, since))
+        if self._disk is not None and self._disk.journal.trouble:
+            troubles.append(Trouble("log", self._disk.journal.trouble, since))
+        mode = "memory" if self._disk is None else "read-only" if self._disk.journal.read_only else "tiered"
+        return Health(not troubles, mode, tuple(troubles))
+
+    def check(self) -> None:
+        """Every invariant of table, tiers and log; AssertionError with both numbers where one fails."""
+        with self._lock:
+            self._table.check()
+            for resident in self._residents.values():
+                resident.check()
+
+    def close(self, timeout_s: float = _CLOSE_S) -> Flushed:
+        """Flush, write a checkpoint, and give everything back, within `timeout_s`. Closing twice is harmless."""
+        if self._closed or os.getpid() != self._pid:
+            self._closed = True
+            return Flushed(0, 0)
+        until = time.monotonic() + timeout_s
+        flushed = self._flush(until)
+        self._closed = True
+        if self._spiller is not None:
+            self._spiller.close(until)
+        if self._disk is not None:
+            self._disk.close(until)
+        with self._lock:
+            for memory in self._memories.values():
+                memory.close()
+        return flushed

@@ -1,0 +1,272 @@
+"""The disk tier of an open store: lock, recovery, payload store, arena and journal, opened and closed as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import Config
+from .errors import CorruptFormat, PathUnusable, TieredKVError
+from .machine import Sizes
+from .outcomes import Counters, RecoveryReport, Tier
+from .policy import Policy, make_policy
+from .residency import Residency, Slots
+from .system import Fs, Lock
+from .table.journal import Journal
+from .table.recovery import SLABS, WAL, Recovered, claim, recover
+from .table.state import State
+from .tier.arena import Arena
+from .tier.base import PartStore, StoreFailed
+from .tier.slab import SlabStore
+from .tier.slab_format import SLOT_HEADER_NBYTES
+from .units import KiB, MiB, align_up, format_nbytes
+from .wal.writer import LogWriter
+
+_CHUNK_NBYTES = 4 * MiB
+_MIN_SEGMENT_NBYTES = 256 * KiB
+_MAX_SEGMENT_NBYTES = 16 * MiB
+
+
+class Disk:
+    """What the cache holds while its directory is open."""
+
+    def __init__(
+        self,
+        *,
+        lock: threading.Condition,
+        state: State,
+        store: PartStore,
+        resident: Residency,
+        journal: Journal,
+        lock_file: Lock,
+        report: RecoveryReport,
+        open_number: int,
+    ) -> None:
+        self._lock = lock
+        self._state = state
+        self.store = store
+        self.resident = resident
+        self.journal = journal
+        self.report = report
+        self._lock_file = lock_file
+        self._put_seq = open_number << 32
+        self.on_failed_sync: Callable[[list[tuple[int, int]]], None] = lambda _parts: None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything in the directory: slabs, log and checkpoints."""
+        return self.resident.arena.used_nbytes + self.journal.log_nbytes + self.journal.checkpoint_nbytes
+
+    def next_put_seq(self, count: int) -> int:
+        """The first of `count` put numbers that were never used before (lock held)."""
+        first = self._put_seq
+        self._put_seq += count
+        return first
+
+    def sync_parts(self) -> bool:
+        """Make payloads durable; what a failed slab cannot keep is dropped, and False returned."""
+        try:
+            self.store.sync()
+        except StoreFailed as error:
+            with self._lock:
+                lost = [
+                    part
+                    for place in error.failed
+                    for part in self._not_durable(place.part_nbytes, place.chunks)
+                ]
+                self.on_failed_sync(lost)
+            return False
+        return True
+
+    def _not_durable(self, part_nbytes: int, chunks: range) -> list[tuple[int, int]]:
+        """Parts put into these chunks since the last good sync; the chunks take nothing new (lock held)."""
+        table, arena = self._state.table, self.resident.arena
+        stride = part_nbytes + SLOT_HEADER_NBYTES
+        per_chunk = arena.slots_per_chunk(stride)
+        rows = table.live_rows()
+        lost = []
+        for group in range(table.num_groups):
+            slots = table.slot[Tier.DISK, group, rows]
+            inside = (slots >= chunks.start * per_chunk) & (slots < chunks.stop * per_chunk)
+            fresh = table.lsn[group, rows] > self.journal.durable_lsn
+            lost += [
+                (row, group)
+                for row in rows[inside & fresh].tolist()
+                if self.resident.stride_nbytes(row, group) == stride
+            ]
+        return lost
+
+    def erase(self, until: float) -> bool:
+        """After a removal: blank every slot that may hold old bytes, and leave no log or checkpoint of them."""
+        if self.store.blank_drops_all:
+            self.store.blank(0, [])
+        else:
+            for part_nbytes, num_chunks in self.store.num_chunks().items():
+                self._blank_free(part_nbytes, num_chunks)
+        return self.sync_parts() and self.journal.forget_past(until)
+
+    def _blank_free(self, part_nbytes: int, num_chunks: int) -> None:
+        """Blank the free slots of chunks that may hold bytes, holding them meanwhile so that none is reused."""
+        stride = part_nbytes + SLOT_HEADER_NBYTES
+        with self._lock:
+            arena = self.resident.arena
+            live = arena.live_slots(stride)
+            slots = np.setdiff1d(np.arange(num_chunks * arena.slots_per_chunk(stride)), live)
+            arena.claim(stride, slots)
+        try:
+            self.store.blank(part_nbytes, slots)
+        finally:
+            with self._lock:
+                self.resident.free(stride, slots)
+
+    def close(self, until: float) -> None:
+        """Write a checkpoint, stop the journal, close files, give the lock back."""
+        try:
+            self.journal.checkpoint(until)
+            self.journal.close(until)
+            self.store.close()
+        finally:
+            self._lock_file.close()
+
+
+def open_disk(
+    fs: Fs,
+    path: str,
+    config: Config,
+    sizes: Sizes,
+    state: State,
+    lock: threading.Condition,
+    residents: dict[Tier, Residency],
+    counters: Counters,
+    stride_on_disk: Callable[[int, int], int],
+) -> Disk:
+    """Lock and recover the store at `path`, and start its journal. Adds the DISK tier to `residents`.
+
+    Raises:
+        StoreUnusable: and nothing on disk was changed.
+    """
+    lock_file = claim(fs, path)
+    try:
+        recovered = recover(fs, path, state, strict=config.strict)
+        state.settle()
+        store = _make_store(fs, path, config, sizes)
+        segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes)
+        arena = Arena(parts_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
+        num_dropped = _claim_slots(state, arena, stride_on_disk)
+        policy: Policy[bytes] = make_policy(config.policy, max(parts_nbytes, arena.live_nbytes))
+        resident = Residency(Tier.DISK, state.table, arena, policy, stride_on_disk, _give_back(store))
+        resident.enter_all()
+        residents[Tier.DISK] = resident
+        writer = LogWriter(
+            fs, f"{path}/{WAL}", segment_nbytes=segment_nbytes, next_number=recovered.next_segment,
+            position=recovered.position,
+        )  # fmt: skip
+        disk_of: list[Disk] = []
+        journal = Journal(
+            fs=fs, store_dir=path, wal_dir=f"{path}/{WAL}", writer=writer, state=state, lock=lock,
+            sync_parts=lambda: disk_of[0].sync_parts(),
+            interval_s=config.commit_interval_ms / 1e3 if config.durability == "group" else None,
+            open_number=recovered.open_number, next_lsn=recovered.next_lsn, durable_lsn=recovered.durable_lsn,
+            segments=recovered.segments, checkpoints=[recovered.checkpoint],
+            log_keep_nbytes=sizes.log_keep_nbytes, log_max_nbytes=log_max_nbytes, counters=counters,
+        )  # fmt: skip
+        disk = Disk(
+            lock=lock, state=state, store=store, resident=resident, journal=journal, lock_file=lock_file,
+            report=_report(recovered, state, num_dropped), open_number=recovered.open_number,
+        )  # fmt: skip
+        disk_of.append(disk)
+        journal.start(must_checkpoint=recovered.must_checkpoint)
+        return disk
+    except OSError as error:
+        lock_file.close()
+        raise PathUnusable(f"{path} cannot be used as a store: {error}") from error
+    except TieredKVError:
+        lock_file.close()
+        raise
+
+
+def shares(sizes: Sizes) -> tuple[int, int, int]:
+    """How the disk budget is shared: bytes of a segment, of the whole log, and of parts.
+
+    Two segments, the log that is kept and three tables are set aside at once, so that neither a log at its
+    cap nor a checkpoint being written ever needs room that parts have taken.
+    """
+    budget = sizes.disk_nbytes
+    segment = align_up(min(_MAX_SEGMENT_NBYTES, max(_MIN_SEGMENT_NBYTES, budget // 64)))
+    log_max = min(sizes.log_keep_nbytes, budget // 8) + 2 * segment
+    parts = budget - log_max - segment - budget // 32
+    if parts <= 0:
+        raise PathUnusable(f"disk_nbytes={format_nbytes(budget)} leaves nothing for parts beside the log")
+    return segment, log_max, parts
+
+
+def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes) -> PartStore:
+    if config.disk == "lmdb":
+        from .tier.lmdb_store import LmdbStore
+
+        return LmdbStore(fs, f"{path}/{SLABS}", map_nbytes=shares(sizes)[2])
+    return SlabStore(fs, f"{path}/{SLABS}", chunk_nbytes=_CHUNK_NBYTES, disk_io=config.disk_io)
+
+
+def _give_back(store: PartStore) -> Callable[[object], None]:
+    def give_back(chunks: object) -> None:
+        for stride, chunk in chunks:  # type: ignore[attr-defined]
+            store.release(stride - SLOT_HEADER_NBYTES, [chunk])
+
+    return give_back
+
+
+def _claim_slots(state: State, arena: Arena, stride_on_disk: Callable[[int, int], int]) -> int:
+    """Tell the arena which slots live. Of rows that name one slot the newest put is right; returns the others."""
+    table, dropped = state.table, 0
+    by_stride: dict[int, list[tuple[npt.NDArray[np.int32], int]]] = {}
+    rows = table.live_rows()
+    for namespace in np.unique(table.namespace[rows]).tolist():
+        mine = rows[table.namespace[rows] == namespace]
+        if namespace not in state.catalog.namespaces:
+            table.slot[Tier.DISK][:, mine] = -1
+            dropped += len(mine)
+            continue
+        for group in range(len(state.catalog.namespaces[namespace].layout.groups)):
+            here = mine[table.slot[Tier.DISK, group, mine] >= 0]
+            if len(here):
+                by_stride.setdefault(stride_on_disk(int(here[0]), group), []).append((here, group))
+    for stride, parts in by_stride.items():
+        dropped += _claim_stride(state, arena, stride, parts)
+    table.free_if_empty(rows)
+    return dropped
+
+
+def _claim_stride(
+    state: State, arena: Arena, stride: int, parts: list[tuple[npt.NDArray[np.int32], int]]
+) -> int:
+    table = state.table
+    rows = np.concatenate([here for here, _ in parts])
+    groups = np.concatenate([np.full(len(here), group) for here, group in parts])
+    slots: Slots = table.slot[Tier.DISK, groups, rows].astype(np.int64)
+    newest = np.lexsort((table.put_seq[groups, rows], slots))
+    last = np.append(slots[newest][1:] != slots[newest][:-1], True)
+    keep, lose = newest[last], newest[~last]
+    table.slot[Tier.DISK, groups[lose], rows[lose]] = -1
+    try:
+        arena.claim(stride, slots[keep])
+    except CorruptFormat:
+        table.slot[Tier.DISK, groups[keep], rows[keep]] = -1
+        return len(rows)
+    return len(lose)
+
+
+def _report(recovered: Recovered, state: State, num_dropped: int) -> RecoveryReport:
+    table = state.table
+    rows = table.live_rows()
+    return replace(
+        recovered.report,
+        num_blocks=len(rows),
+        num_parts=int((table.slot[Tier.DISK][:, rows] >= 0).sum()),
+        num_sessions=len(state.catalog.sessions),
+        num_dropped=num_dropped,
+    )

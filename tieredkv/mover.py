@@ -1,0 +1,352 @@
+"""Moves parts between a caller and the tiers: `store` copies in, `promote` brings up what a prefix needs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .block.layout import BlockLayout, TensorSpec
+from .outcomes import Counters, Reason, Tier
+from .prefix import Segment
+from .residency import Residency, Slots
+from .room import Room, await_copies
+from .table.block_table import BlockTable
+from .table.key_index import Rows
+from .tier.base import EXPECTED_DTYPE, PartStore, Verdict
+from .tier.tensor import TensorTier
+from .units import PAGE_NBYTES
+
+_REASONS = {
+    Verdict.CORRUPT: Reason.CORRUPT,
+    Verdict.OTHER: Reason.SUPERSEDED,
+    Verdict.UNREADABLE: Reason.CORRUPT,
+    Verdict.TIMED_OUT: Reason.TIMED_OUT,
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """K and V of consecutive tokens of one layer, as a caller hands them to `store`.
+
+    `tensors` has each of the layer's tensors by name, in the layout's shape with the token axis at the
+    span's length, no batch axis.
+    """
+
+    first_token: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part that could not be brought up, and why."""
+
+    row: int
+    group: int
+    reason: Reason
+
+
+@dataclass
+class _Bringing:
+    """One group's parts on their way up: where each lies now, and its device slot if it got one."""
+
+    rows: Rows
+    tiers: npt.NDArray[np.int64]
+    sources: Slots
+    targets: Slots
+
+
+class Mover:
+    """Copies between callers and tiers."""
+
+    def __init__(
+        self,
+        *,
+        lock: threading.Condition,
+        table: BlockTable,
+        residents: dict[Tier, Residency],
+        memories: dict[Tier, TensorTier],
+        store: PartStore | None,
+        room: Room,
+        namespace_digest: Callable[[int], bytes],
+        counters: Counters,
+        deadline_s: float,
+    ) -> None:
+        self._lock = lock
+        self._table = table
+        self._residents = residents
+        self._memories = memories
+        self._store = store
+        self._room = room
+        self._namespace_digest = namespace_digest
+        self._counters = counters
+        self._deadline_s = deadline_s
+
+    # ---- store ---------------------------------------------------------------------------------
+
+    def store(
+        self,
+        layout: BlockLayout,
+        rows: Rows,
+        missing: npt.NDArray[np.bool_],
+        kv: Mapping[int, Sequence[Span]],
+        until: float,
+    ) -> int:
+        """Copy the parts marked in `missing` (bool `[num_groups, num_blocks]`) from `kv` to the device.
+
+        Returns:
+            How many blocks from the head are in whole; the one after found no room.
+        """
+        blocks = np.flatnonzero(missing.any(axis=0))
+        wave = max(1, self._memories[Tier.DEVICE].arena.budget_nbytes // (4 * layout.block_nbytes))
+        for at in range(0, len(blocks), wave):
+            here = blocks[at : at + wave]
+            with self._lock:
+                self._table.moving[rows[here]] += 1
+            try:
+                taken = self._store_wave(layout, rows, here, missing, kv, until)
+            finally:
+                with self._lock:
+                    self._table.moving[rows[here]] -= 1
+            if taken < len(here):
+                return int(here[taken])
+        return len(rows)
+
+    def _store_wave(
+        self,
+        layout: BlockLayout,
+        rows: Rows,
+        blocks: npt.NDArray[np.int64],
+        missing: npt.NDArray[np.bool_],
+        kv: Mapping[int, Sequence[Span]],
+        until: float,
+    ) -> int:
+        """One wave; returns how many of `blocks` went in whole."""
+        taken, memory = len(blocks), self._memories[Tier.DEVICE]
+        memory.stream.after_current()
+        placed: list[tuple[int, npt.NDArray[np.int64], Slots]] = []
+        for group, part_nbytes in enumerate(layout.part_nbytes):
+            wanted = blocks[missing[group, blocks]]
+            if not len(wanted):
+                continue
+            keys = [self._table.key_of(row) for row in rows[wanted].tolist()]
+            slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(wanted), until, keys)
+            if len(slots) < len(wanted):
+                taken = min(taken, int(np.searchsorted(blocks, wanted[len(slots)])))
+                wanted = wanted[: len(slots)]
+            for at, count in _runs(memory, part_nbytes, slots, wanted):
+                self._fill(
+                    layout, group, int(wanted[at]), memory.parts(part_nbytes, int(slots[at]), count), kv
+                )
+            placed.append((group, wanted, slots))
+        memory.stream.before_current(memory.stream.ticket())
+        await_copies(memory, self._deadline_s, self._counters)
+        with self._lock:
+            for group, wanted, slots in placed:
+                self._place(rows[wanted], group, slots)
+        return taken
+
+    def _place(self, rows: Rows, group: int, slots: Slots) -> Slots:
+        """Put device parts on the books; slots of parts that someone else placed first are returned."""
+        device, table = self._residents[Tier.DEVICE], self._table
+        fresh = table.slot[Tier.DEVICE, group, rows] < 0
+        device.place(rows[fresh], group, slots[fresh])
+        double: Slots = slots[~fresh]
+        if len(double):
+            device.free(device.stride_nbytes(int(rows[0]), group), double)
+        self._lock.notify_all()
+        return double
+
+    def _fill(
+        self,
+        layout: BlockLayout,
+        group: int,
+        first_block: int,
+        parts: torch.Tensor,
+        kv: Mapping[int, Sequence[Span]],
+    ) -> None:
+        """Copy one group's tensors of consecutive blocks into a run of device slots."""
+        size, stream = layout.block_size, self._memories[Tier.DEVICE].stream
+        views = layout.views(parts, group)
+        for spec in layout.groups[group].tensors:
+            target = views[spec.layer, spec.name]
+            for block, piece in _pieces(spec, kv[spec.layer], first_block * size, len(parts) * size, size):
+                at = block - first_block
+                stream.copy(target[at : at + len(piece)], piece)
+
+    # ---- load ----------------------------------------------------------------------------------
+
+    def promote(
+        self, layout: BlockLayout, group: int, rows: Rows, first_block: int, until: float
+    ) -> tuple[list[Segment], list[Failure]]:
+        """Bring up one group's parts of consecutive blocks, whose rows are pinned.
+
+        Parts go to the device as far as it takes them. Beyond that they are used from HOST as they lie, or
+        read from DISK into memory that belongs to the result alone.
+
+        Returns:
+            The segments in chain order, and what failed its check; after a failure the segments are useless.
+        """
+        part_nbytes = layout.part_nbytes[group]
+        coming = self._locate(rows, group)
+        below = np.flatnonzero(coming.tiers != Tier.DEVICE)
+        if len(below):
+            keys = [self._table.key_of(row) for row in rows[below].tolist()]
+            slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(below), until, keys)
+            coming.targets[below[: len(slots)]] = slots
+        scratch, failures = self._bring(part_nbytes, group, coming, until)
+        self._settle(group, coming, failures)
+        return self._segments(part_nbytes, coming, scratch, first_block), failures
+
+    def _locate(self, rows: Rows, group: int) -> _Bringing:
+        with self._lock:
+            slots = self._table.slot[:, group, rows].astype(np.int64)
+        tiers = np.argmax(slots >= 0, axis=0)
+        sources = slots[tiers, np.arange(len(rows))]
+        targets = np.where(tiers == Tier.DEVICE, sources, -1)
+        return _Bringing(rows, tiers, sources, targets)
+
+    def _bring(
+        self, part_nbytes: int, group: int, coming: _Bringing, until: float
+    ) -> tuple[dict[int, torch.Tensor], list[Failure]]:
+        """Copy up from HOST, read and check from DISK. Returns parts that live outside the tiers, by index."""
+        device = self._memories[Tier.DEVICE]
+        for index in np.flatnonzero((coming.tiers == Tier.HOST) & (coming.targets >= 0)).tolist():
+            source = self._memories[Tier.HOST].parts(part_nbytes, int(coming.sources[index]), 1)
+            device.stream.copy(device.parts(part_nbytes, int(coming.targets[index]), 1), source)
+        on_disk = np.flatnonzero(coming.tiers == Tier.DISK)
+        scratch: dict[int, torch.Tensor] = {}
+        failures: list[Failure] = []
+        if len(on_disk):
+            scratch, failures = self._read(part_nbytes, group, coming, on_disk, until)
+        await_copies(device, self._deadline_s, self._counters)
+        return scratch, failures
+
+    def _read(
+        self, part_nbytes: int, group: int, coming: _Bringing, on_disk: npt.NDArray[np.int64], until: float
+    ) -> tuple[dict[int, torch.Tensor], list[Failure]]:
+        assert self._store is not None, "a part on DISK without a disk tier"
+        device, indices = self._memories[Tier.DEVICE], on_disk.tolist()
+        direct = device.host_addressable
+        own = [i for i in indices if not direct or coming.targets[i] < 0]
+        scratch = dict(zip(own, _aligned(len(own), part_nbytes), strict=True))
+        into = [
+            memoryview(scratch[i].numpy())
+            if i in scratch
+            else device.memory(part_nbytes, int(coming.targets[i]))
+            for i in indices
+        ]
+        expected = self._expected(coming.rows[on_disk], group)
+        verdicts = self._store.read(
+            part_nbytes, coming.sources[on_disk], expected, into, max(0.0, until - time.monotonic())
+        )
+        failures = [
+            Failure(int(coming.rows[i]), group, _REASONS[verdict])
+            for i, verdict in zip(indices, verdicts, strict=True)
+            if verdict is not Verdict.OK
+        ]
+        for index in [i for i in own if coming.targets[i] >= 0]:
+            device.stream.copy(device.parts(part_nbytes, int(coming.targets[index]), 1)[0], scratch[index])
+            del scratch[index]
+        return scratch, failures
+
+    def _expected(self, rows: Rows, group: int) -> npt.NDArray[np.void]:
+        expected = np.zeros(len(rows), dtype=EXPECTED_DTYPE)
+        with self._lock:
+            table = self._table
+            expected["digest"] = table.digest[rows]
+            expected["group"] = group
+            expected["put_seq"] = table.put_seq[group, rows]
+            expected["checksum"] = table.checksum[group, rows]
+            number = int(table.namespace[rows[0]])
+            expected["namespace"] = np.frombuffer(self._namespace_digest(number), dtype=np.uint8)
+        return expected
+
+    def _settle(self, group: int, coming: _Bringing, failures: Sequence[Failure]) -> None:
+        """Put the promoted parts on the books, and give back the slots of parts that failed."""
+        device = self._residents[Tier.DEVICE]
+        bad = np.isin(coming.rows, [f.row for f in failures])
+        with self._lock:
+            moved = (coming.tiers != Tier.DEVICE) & (coming.targets >= 0)
+            lost = coming.targets[moved & bad]
+            if len(lost):
+                device.free(device.stride_nbytes(int(coming.rows[0]), group), lost)
+            good = moved & ~bad
+            self._place(coming.rows[good], group, coming.targets[good])
+            placed = self._table.slot[Tier.DEVICE, group, coming.rows]
+            coming.targets = np.where(coming.targets >= 0, placed, -1)
+
+    def _segments(
+        self, part_nbytes: int, coming: _Bringing, scratch: Mapping[int, torch.Tensor], first_block: int
+    ) -> list[Segment]:
+        segments: list[Segment] = []
+        on_device = coming.targets >= 0
+        index = 0
+        while index < len(coming.rows):
+            count = 1
+            if on_device[index]:
+                stop = index + int(np.argmin(np.append(on_device[index:], False)))
+                for at, run in _runs(self._memories[Tier.DEVICE], part_nbytes, coming.targets[index:stop]):
+                    parts = self._memories[Tier.DEVICE].parts(
+                        part_nbytes, int(coming.targets[index + at]), run
+                    )
+                    segments.append((first_block + index + at, parts))
+                count = stop - index
+            elif index in scratch:
+                segments.append((first_block + index, scratch[index][None]))
+            elif coming.tiers[index] == Tier.HOST:
+                parts = self._memories[Tier.HOST].parts(part_nbytes, int(coming.sources[index]), 1)
+                segments.append((first_block + index, parts))
+            index += count
+        return segments
+
+
+def _runs(
+    memory: TensorTier, part_nbytes: int, slots: Slots, blocks: npt.NDArray[np.int64] | None = None
+) -> Iterator[tuple[int, int]]:
+    """`(start, count)` of stretches whose slots lie end to end and whose blocks, if given, are consecutive."""
+    at = 0
+    for _, length, _ in memory.arena.runs(part_nbytes, slots):
+        if blocks is None:
+            yield at, length
+        else:
+            breaks = np.flatnonzero(np.diff(blocks[at : at + length]) != 1) + 1
+            edges = [0, *breaks.tolist(), length]
+            for first, last in pairwise(edges):
+                yield at + first, last - first
+        at += length
+
+
+def _pieces(
+    spec: TensorSpec, spans: Sequence[Span], first_token: int, num_tokens: int, block_size: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The tokens asked for as `(first block, [num_blocks, *block_shape])`, a piece from each span it crosses."""
+    axis, done = spec.token_axis, 0
+    assert axis is not None, "a state has no tokens to copy"
+    while done < num_tokens:
+        at = first_token + done
+        span = next(
+            s for s in spans if s.first_token <= at < s.first_token + s.tensors[spec.name].shape[axis]
+        )
+        source = span.tensors[spec.name]
+        room = (span.first_token + source.shape[axis] - at) // block_size * block_size
+        count = min(num_tokens - done, room)
+        assert count > 0, f"a span ends inside the block at token {at}"
+        piece = source.narrow(axis, at - span.first_token, count)
+        yield at // block_size, piece.unflatten(axis, (count // block_size, block_size)).movedim(axis, 0)
+        done += count
+
+
+def _aligned(count: int, part_nbytes: int) -> list[torch.Tensor]:
+    """`count` page-aligned uint8 tensors of `part_nbytes`, in one allocation."""
+    if not count:
+        return []
+    buffer = torch.empty(count * part_nbytes + PAGE_NBYTES, dtype=torch.uint8)
+    skip = -buffer.data_ptr() % PAGE_NBYTES
+    return list(buffer[skip : skip + count * part_nbytes].unflatten(0, (count, part_nbytes)))

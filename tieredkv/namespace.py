@@ -1,0 +1,339 @@
+"""One identity's blocks: look up a prompt, load its prefix, store what is new."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .block.anchors import kept_window_blocks, longest_restorable, num_full_blocks
+from .block.hashing import Digests, Tokens, as_tokens, chain
+from .block.layout import BlockLayout
+from .errors import BadInput
+from .mover import Failure, Mover, Span
+from .outcomes import Counters, Lookup, Reason, Stored, Tier
+from .prefix import Prefix, Segment
+from .residency import Residency
+from .spiller import Cause, Spiller, Spilling
+from .table.block_table import BlockTable
+from .table.catalog import NamespaceRow
+from .table.key_index import Rows
+
+LayerKV = Mapping[int, Sequence[Span]] | Mapping[int, tuple[torch.Tensor, ...]]
+
+
+@dataclass
+class _Found:
+    """What the table knows of a prompt: its chain's rows and the boundary to restore at, in blocks."""
+
+    digests: Digests
+    rows: Rows
+    boundary: int
+    limit: int
+    num_full: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a namespace works with; one for the whole cache."""
+
+    lock: threading.Condition
+    table: BlockTable
+    residents: dict[Tier, Residency]
+    mover: Mover
+    spiller: Spiller | None
+    eager: bool
+    counters: Counters
+    deadline_s: float
+    drop_failed: Callable[[Sequence[tuple[int, int]], Cause], None]
+    identity_differences: Callable[[NamespaceRow], list[str]]
+    check_open: Callable[[], None]
+
+
+class Namespace:
+    """All blocks of one identity. Made by `TieredCache.namespace`; any thread may call."""
+
+    def __init__(self, row: NamespaceRow, parts: Parts) -> None:
+        self.row = row
+        self.layout: BlockLayout = row.layout
+        self.digest = row.digest
+        self._parts = parts
+
+    # ---- lookup --------------------------------------------------------------------------------
+
+    def lookup(self, tokens: object) -> Lookup:
+        """How much of a prompt is there. Pure: nothing is pinned, moved or counted as a hit.
+
+        Args:
+            tokens: 1-D integers; one of them is always left to compute.
+        """
+        self._parts.check_open()
+        ids = as_tokens(tokens)
+        digests = self.chain(ids)
+        with self._parts.lock:
+            found = self._find(ids, digests)
+            return self._describe(found)
+
+    def chain(self, tokens: Tokens) -> Digests:
+        """Digests of every whole block of `tokens`."""
+        return chain(self.digest, tokens, self.layout.block_size)
+
+    def _find(
+        self, tokens: Tokens, digests: Digests, absent: frozenset[tuple[int, int]] = frozenset()
+    ) -> _Found:
+        rows = self._parts.table.find(digests)
+        limit = max(0, len(tokens) - 1) // self.layout.block_size
+        present = self._parts.table.present(rows, len(self.layout.groups))
+        for row, group in absent:
+            present[group, rows == row] = False
+        boundary = longest_restorable(self.layout, present, limit)
+        return _Found(digests, rows, boundary, limit, min(num_full_blocks(self.layout, present), limit))
+
+    def _describe(self, found: _Found) -> Lookup:
+        size = self.layout.block_size
+        reason, detail = self._why(found)
+        by_tier = self._by_tier(found.rows[: found.boundary])
+        return Lookup(found.boundary * size, by_tier, reason, detail, found.num_full * size)
+
+    def _by_tier(self, rows: Rows) -> dict[str, int]:
+        """Tokens by the tier they would be read from: for each block the slowest of what it needs."""
+        if not len(rows):
+            return {}
+        slots = self._parts.table.slot[:, : len(self.layout.groups), rows] >= 0
+        best = np.argmax(slots, axis=0)
+        for group, need in enumerate(self.layout.num_window_blocks):
+            if need:
+                best[group, : max(0, len(rows) - need)] = 0
+        counts = np.bincount(best.max(axis=0), minlength=len(Tier)) * self.layout.block_size
+        return {tier.name.lower(): int(counts[tier]) for tier in Tier if counts[tier]}
+
+    def _why(self, found: _Found) -> tuple[Reason, str]:
+        """Why the boundary is not larger."""
+        table, size = self._parts.table, self.layout.block_size
+        if found.limit == 0:
+            return Reason.TOO_SHORT, f"a block is {size} tokens and one token is left to compute"
+        if found.boundary == found.limit:
+            return Reason.COMPLETE, ""
+        if found.num_full > found.boundary:
+            return Reason.NO_ANCHOR, f"full parts reach token {found.num_full * size}, no anchor after this"
+        block = found.boundary if self.layout.full_group is None else found.num_full
+        if table.was_here(found.digests[block].tobytes()):
+            return Reason.EVICTED, f"from token {block * size}"
+        if block and found.rows[block - 1] >= 0 and table.first_child[found.rows[block - 1]] >= 0:
+            return Reason.DIVERGED, f"within the block at token {block * size}"
+        if block == 0:
+            differs = self._parts.identity_differences(self.row)
+            if differs:
+                return Reason.IDENTITY, ", ".join(differs)
+        return Reason.NEVER_STORED, f"from token {block * size}"
+
+    # ---- load ----------------------------------------------------------------------------------
+
+    def load(self, tokens: object, timeout_s: float | None = None) -> Prefix:
+        """Pin and bring up the longest restorable prefix; close the result, or use it with `with`.
+
+        Never raises for what the tiers do: a part that fails its check, or takes too long, shortens the
+        prefix, and the reason says so.
+
+        Args:
+            timeout_s: the longest to wait for the disk; the configured deadline if None.
+        """
+        parts = self._parts
+        parts.check_open()
+        ids = as_tokens(tokens)
+        digests = self.chain(ids)
+        until = time.monotonic() + (parts.deadline_s if timeout_s is None else timeout_s)
+        failures: list[Failure] = []
+        while True:
+            absent = frozenset((f.row, f.group) for f in failures)
+            with parts.lock:
+                found = self._find(ids, digests, absent)
+                lookup = self._describe(found)
+                rows = found.rows[: found.boundary]
+                parts.table.pins[rows] += 1
+            segments, failed = self._bring_up(rows, until)
+            if not failed:
+                break
+            self._unpin(rows)
+            failures += failed
+            self._report(failed)
+        reason, detail = (failures[0].reason, "") if failures else (lookup.reason, lookup.detail)
+        self._hit(rows, lookup)
+        return Prefix(
+            self.layout,
+            lookup.num_tokens,
+            segments,
+            lookup.by_tier,
+            reason,
+            detail,
+            lambda: self._unpin(rows),
+        )
+
+    def _bring_up(self, rows: Rows, until: float) -> tuple[list[list[Segment]], list[Failure]]:
+        segments: list[list[Segment]] = []
+        failures: list[Failure] = []
+        for group, need in enumerate(self.layout.num_window_blocks):
+            first = max(0, len(rows) - need) if need else 0
+            found, failed = (
+                ([], [])
+                if not len(rows)
+                else self._parts.mover.promote(self.layout, group, rows[first:], first, until)
+            )
+            segments.append(found)
+            failures += failed
+        return segments, failures
+
+    def _report(self, failures: Sequence[Failure]) -> None:
+        """Count what failed and drop what is provably useless; a time-out proves nothing."""
+        for failure in failures:
+            self._parts.counters.add(f"{failure.reason.name.lower()}_parts")
+        bad = [(f.row, f.group) for f in failures if f.reason is not Reason.TIMED_OUT]
+        if bad:
+            self._parts.drop_failed(bad, Cause.DAMAGED)
+
+    def _hit(self, rows: Rows, lookup: Lookup) -> None:
+        with self._parts.lock:
+            for tier, resident in self._parts.residents.items():
+                resident.touch(rows)
+                resident.hit_tokens += lookup.by_tier.get(tier.name.lower(), 0)
+
+    def _unpin(self, rows: Rows) -> None:
+        with self._parts.lock:
+            self._parts.table.pins[rows] -= 1
+            assert not (self._parts.table.pins[rows] < 0).any(), "a prefix was unpinned twice"
+            self._parts.lock.notify_all()
+
+    # ---- store ---------------------------------------------------------------------------------
+
+    def store(self, tokens: object, kv: LayerKV, anchors: Sequence[int] = ()) -> Stored:
+        """Register the whole blocks of `tokens` that are not there yet; tensors are copied before return.
+
+        Args:
+            tokens: 1-D integers, from the first token of the sequence.
+            kv: for each layer either its tensors over all of `tokens`, in the layout's order and shape, or
+                `Span`s. Full layers need every new block; window layers only what `anchors` need.
+            anchors: boundaries, in tokens, whose window parts are kept so that a prefix can end there.
+
+        Raises:
+            BadInput: an anchor that is no boundary, or tensors that are not as the layout says.
+        """
+        parts, size = self._parts, self.layout.block_size
+        parts.check_open()
+        ids = as_tokens(tokens)
+        digests = self.chain(ids)
+        spans = self._spans(kv, len(ids))
+        boundaries = self._boundaries(anchors, len(digests))
+        covered = self._covered(spans, len(digests))
+        with parts.lock:
+            rows = parts.table.register(self.row.number, digests)
+            end = int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)
+            rows = rows[:end]
+            parts.table.uses[rows] += 1
+            missing, num_storable = self._missing(rows, covered, boundaries)
+            if parts.spiller is not None:
+                new = np.flatnonzero(missing.any(axis=0)).tolist()
+                parts.spiller.remember_tokens(
+                    {digests[b].tobytes(): ids[b * size : b * size + size] for b in new}
+                )
+        taken = parts.mover.store(self.layout, rows, missing, spans, time.monotonic() + parts.deadline_s)
+        return self._stored(rows, missing, min(taken, num_storable), len(digests))
+
+    def _missing(
+        self, rows: Rows, covered: npt.NDArray[np.bool_], boundaries: Sequence[int]
+    ) -> tuple[npt.NDArray[np.bool_], int]:
+        """Parts to store, and up to which block all full parts are there or come (lock held)."""
+        present = self._parts.table.present(rows, len(self.layout.groups))
+        missing = ~present
+        for group, need in enumerate(self.layout.num_window_blocks):
+            if need:
+                missing[group] &= kept_window_blocks(self.layout, group, boundaries, len(rows))
+        missing &= covered[:, : len(rows)]
+        end, full = len(rows), self.layout.full_group
+        if full is not None:
+            gaps = np.flatnonzero(~present[full] & ~missing[full])
+            end = int(gaps[0]) if gaps.size else end
+        missing[:, end:] = False
+        return missing, end
+
+    def _stored(self, rows: Rows, missing: npt.NDArray[np.bool_], taken: int, num_blocks: int) -> Stored:
+        parts, spilling = self._parts, Spilling()
+        spilling.ended()
+        missing[:, taken:] = False
+        with parts.lock:
+            groups, blocks = np.nonzero(missing)
+            for resident in parts.residents.values():
+                resident.settle(rows[np.unique(blocks)])
+            if parts.spiller is not None and parts.eager and len(blocks):
+                spilling = parts.spiller.enqueue(rows[blocks], groups)
+            parts.table.uses[rows] -= 1
+            parts.table.free_if_empty(rows)
+            parts.lock.notify_all()
+        num_new = int(missing.any(axis=0).sum())
+        refused = num_blocks - taken
+        parts.counters.add("stored_blocks", num_new)
+        reason = Reason.COMPLETE
+        if refused:
+            parts.counters.add("refused_blocks", refused)
+            reason = Reason.KEY_TAKEN if len(rows) < num_blocks else Reason.NO_SPACE
+        return Stored(num_new, taken - num_new, refused, reason, wait=spilling.wait)
+
+    def _spans(self, kv: LayerKV, num_tokens: int) -> dict[int, Sequence[Span]]:
+        """`kv` as spans, checked against the layout."""
+        spans: dict[int, Sequence[Span]] = {}
+        for group in self.layout.groups:
+            names: dict[int, list[str]] = {}
+            for spec in group.tensors:
+                names.setdefault(spec.layer, []).append(spec.name)
+            for layer, tensors in names.items():
+                given = kv.get(layer, ())
+                if given and isinstance(given[0], torch.Tensor):
+                    given = [Span(0, dict(zip(tensors, given, strict=True)))]  # type: ignore[arg-type]
+                spans[layer] = given  # type: ignore[assignment]
+            for spec in group.tensors:
+                for span in spans[spec.layer]:
+                    self._check_tensor(span, spec.layer, spec.name, num_tokens)
+        return spans
+
+    def _check_tensor(self, span: Span, layer: int, name: str, num_tokens: int) -> None:
+        group = self.layout.groups[self.layout.group_of(layer)]
+        spec = next(s for s in group.tensors if (s.layer, s.name) == (layer, name))
+        tensor = span.tensors.get(name)
+        if tensor is None:
+            raise BadInput(f"layer {layer}: no tensor {name!r}")
+        shape = tuple(-1 if axis == spec.token_axis else n for axis, n in enumerate(tensor.shape))
+        if shape != spec.shape or tensor.dtype != spec.torch_dtype:
+            raise BadInput(
+                f"layer {layer} {name}: {tuple(tensor.shape)} {tensor.dtype}, the layout says"
+                f" {spec.shape} (-1: tokens) {spec.dtype}"
+            )
+        assert spec.token_axis is not None, "recurrent groups are refused by the layout"
+        end = span.first_token + tensor.shape[spec.token_axis]
+        if span.first_token < 0 or end > num_tokens:
+            raise BadInput(f"layer {layer} {name}: tokens {span.first_token} to {end} of {num_tokens}")
+
+    def _boundaries(self, anchors: Sequence[int], num_blocks: int) -> list[int]:
+        size = self.layout.block_size
+        for anchor in anchors:
+            if anchor % size or not 0 <= anchor <= num_blocks * size:
+                raise BadInput(f"anchor {anchor} is no boundary of {num_blocks} blocks of {size} tokens")
+        return [anchor // size for anchor in anchors]
+
+    def _covered(self, spans: Mapping[int, Sequence[Span]], num_blocks: int) -> npt.NDArray[np.bool_]:
+        """For each group and block, whether every layer brought its tokens."""
+        size = self.layout.block_size
+        covered = np.ones((len(self.layout.groups), num_blocks), dtype=np.bool_)
+        for number, group in enumerate(self.layout.groups):
+            for layer in {spec.layer for spec in group.tensors}:
+                here = np.zeros(num_blocks, dtype=np.bool_)
+                spec = next(s for s in group.tensors if s.layer == layer)
+                for span in spans[layer]:
+                    assert spec.token_axis is not None, "recurrent groups are refused by the layout"
+                    end = span.first_token + span.tensors[spec.name].shape[spec.token_axis]
+                    here[-(-span.first_token // size) : end // size] = True
+                covered[number] &= here
+        return covered

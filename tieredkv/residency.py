@@ -1,0 +1,142 @@
+"""What lies in one tier: the arena's slots, the policy's keys and the table's column, kept as one fact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .block.hashing import keys_of
+from .outcomes import Tier
+from .policy import Policy
+from .table.block_table import BlockTable
+from .table.key_index import Rows
+from .tier.arena import Arena
+
+Slots = npt.NDArray[np.int64]
+
+
+class Residency:
+    """One tier's residents. Every method is called with the metadata lock held.
+
+    Args:
+        stride_nbytes: `(row, group) → bytes of a slot` of that block's part in this tier.
+        give_back: told which `(stride, chunk)` pairs went back to the budget.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        table: BlockTable,
+        arena: Arena,
+        policy: Policy[bytes],
+        stride_nbytes: Callable[[int, int], int],
+        give_back: Callable[[Sequence[tuple[int, int]]], None] = lambda _chunks: None,
+    ) -> None:
+        self.tier = tier
+        self.table = table
+        self.arena = arena
+        self.policy = policy
+        self.num_evictions = 0
+        self.hit_tokens = 0
+        self._stride_nbytes = stride_nbytes
+        self._give_back = give_back
+
+    def groups_of(self, row: int) -> list[int]:
+        """Groups of which this tier holds the block's part."""
+        groups: list[int] = np.flatnonzero(self.table.slot[self.tier, :, row] >= 0).tolist()
+        return groups
+
+    def nbytes_of(self, row: int) -> int:
+        """Bytes of the block's slots here."""
+        return sum(self._stride_nbytes(row, group) for group in self.groups_of(row))
+
+    def stride_nbytes(self, row: int, group: int) -> int:
+        return self._stride_nbytes(row, group)
+
+    def place(self, rows: Rows, group: int, slots: Slots) -> None:
+        """The parts of `rows` lie in `slots` from now on. The slots are the caller's, allocated before."""
+        self.table.slot[self.tier, group, rows] = slots
+        self.enter(rows)
+
+    def enter(self, rows: Rows) -> None:
+        """Tell the policy of blocks that have a part here, new or one more; a chain's tail ages first."""
+        for row in reversed(rows.tolist()):
+            key, nbytes = self.table.key_of(row), self.nbytes_of(row)
+            if key in self.policy:
+                self.policy.resize(key, nbytes)
+            else:
+                self.policy.insert(key, nbytes)
+
+    def enter_all(self) -> None:
+        """After recovery: tell the policy of every block here, the oldest put first."""
+        table = self.table
+        rows = table.live_rows()
+        slots = table.slot[self.tier][:, rows]
+        rows = rows[(slots >= 0).any(axis=0)]
+        newest = np.where(slots >= 0, table.put_seq[: table.num_groups][:, table.live_rows()], 0).max(axis=0)
+        order = np.argsort(newest[(slots >= 0).any(axis=0)], kind="stable")
+        rows = rows[order]
+        for row, key in zip(rows.tolist(), keys_of(table.digest[rows]), strict=True):
+            self.policy.insert(key, self.nbytes_of(row))
+
+    def leave(self, row: int, groups: Sequence[int], *, evicted: bool) -> None:
+        """Free the slots of the block's parts of `groups` here; `evicted` for want of space."""
+        for group in groups:
+            slot = int(self.table.slot[self.tier, group, row])
+            if slot >= 0:
+                self.table.slot[self.tier, group, row] = -1
+                self.free(self._stride_nbytes(row, group), np.array([slot], dtype=np.int64))
+        self.left(row, evicted=evicted)
+
+    def left(self, row: int, *, evicted: bool) -> None:
+        """Tell the policy that a block lost parts here."""
+        key = self.table.key_of(row)
+        if key not in self.policy:
+            return
+        nbytes = self.nbytes_of(row)
+        if nbytes:
+            self.policy.resize(key, nbytes)
+        elif evicted:
+            self.policy.evict(key)
+            self.num_evictions += 1
+        else:
+            self.policy.remove(key)
+
+    def free(self, stride_nbytes: int, slots: Slots) -> None:
+        """Give back slots that no row names any more."""
+        self._give_back(self.arena.free(stride_nbytes, slots))
+
+    def touch(self, rows: Rows) -> None:
+        """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first."""
+        here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
+        self.policy.touch(self.table.key_of(row) for row in reversed(here.tolist()))
+
+    def settle(self, rows: Rows) -> None:
+        """A chain's `rows`, head to tail, came in one by one: put them in order, which is no hit."""
+        here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
+        self.policy.reorder(self.table.key_of(row) for row in reversed(here.tolist()))
+
+    def victims(self, nbytes: int, incoming: Sequence[bytes]) -> list[int]:
+        """Rows that the policy would let go for `nbytes`, none of them pinned or moving."""
+        table = self.table
+
+        def pinned(key: bytes) -> bool:
+            row = table.row_of(key)
+            return row >= 0 and table.is_held(row)
+
+        fresh = [key for key in incoming if key not in self.policy]
+        keys = self.policy.victims(nbytes, pinned, fresh)
+        rows: list[int] = table.rows_of(keys).tolist() if keys else []
+        return rows
+
+    def check(self) -> None:
+        """Arena, policy and table tell the same story."""
+        self.arena.check()
+        self.policy.check()
+        rows = self.table.live_rows()
+        here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
+        assert len(here) == len(self.policy), f"{self.tier.name}: {len(here)} blocks, {len(self.policy)} keys"
+        nbytes = sum(self.nbytes_of(row) for row in here.tolist())
+        assert nbytes == self.policy.nbytes, f"{self.tier.name}: {nbytes} bytes, policy {self.policy.nbytes}"

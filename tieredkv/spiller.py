@@ -1,0 +1,407 @@
+"""Copies parts to DISK and takes them off again: payload first, then the record, then the table.
+
+A part that is being written is `moving` until its record is applied, so its source stays where it is. A
+slot that a drop gives up is free only after that drop is applied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .block.hashing import Digests, Tokens
+from .block.layout import BlockLayout
+from .outcomes import Counters, Tier
+from .residency import Residency, Slots
+from .table.block_table import BlockTable
+from .table.journal import Journal, Ticket
+from .table.key_index import Rows
+from .tier.base import PartStore
+from .tier.slab_format import SLOT_HEADER_NBYTES, new_headers
+from .tier.tensor import TensorTier
+from .units import MiB
+from .wal.records import DROP, DROP_DTYPE, PUT, PUT_DTYPE
+
+_BATCH_NBYTES = 32 * MiB
+_QUEUE_NBYTES = 256 * MiB
+_NUM_WORKERS = 2
+_RETRY_S = 1.0
+
+Parts = list[tuple[int, int]]
+"""`(row, group)` pairs."""
+
+
+class Cause(IntEnum):
+    """Why a part left the disk."""
+
+    EVICTED = 1
+    RELEASED = 2
+    DAMAGED = 3
+    REMOVED = 4
+    FAILED_SYNC = 5
+
+
+class Spilling:
+    """A request to spill. `wait` returns True once each part is committed, or no longer wanted."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._num_open = 1
+        self._lock = threading.Lock()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._done.wait(timeout_s)
+
+    def began(self) -> None:
+        with self._lock:
+            self._num_open += 1
+
+    def ended(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._done.set()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Parts waiting to be spilled. Rows may change hands meanwhile; digests may not."""
+
+    digests: Digests
+    groups: npt.NDArray[np.int64]
+    nbytes: int
+    spilling: Spilling
+
+
+class Spiller:
+    """The only writer of the disk tier.
+
+    Args:
+        lock: the metadata lock; no I/O happens under it.
+        reserve: `(part_nbytes, count, deadline) → slots` on DISK, evicting where it must.
+        layout_of: a row's layout.
+        namespace_digest: a namespace number's digest.
+    """
+
+    def __init__(
+        self,
+        *,
+        lock: threading.Condition,
+        table: BlockTable,
+        store: PartStore,
+        resident: Residency,
+        memories: dict[Tier, TensorTier],
+        journal: Journal,
+        layout_of: Callable[[int], BlockLayout],
+        namespace_digest: Callable[[int], bytes],
+        next_put_seq: Callable[[int], int],
+        counters: Counters,
+        deadline_s: float,
+    ) -> None:
+        self._lock = lock
+        self._table = table
+        self._store = store
+        self._resident = resident
+        self._memories = memories
+        self._journal = journal
+        self._layout_of = layout_of
+        self._namespace_digest = namespace_digest
+        self._next_put_seq = next_put_seq
+        self._counters = counters
+        self._deadline_s = deadline_s
+        self.reserve: Callable[[int, int, float], Slots] = lambda _nbytes, _count, _until: np.empty(
+            0, np.int64
+        )
+        self.trouble: str | None = None
+        self._off_until = 0.0
+        self._tokens: dict[bytes, bytes] = {}
+        self._in_flight: set[tuple[int, int]] = set()
+        self._queue: deque[_Wanted] = deque()
+        self._queue_nbytes = 0
+        self._num_busy = 0
+        self._closing = False
+        self._wake = threading.Condition()
+        self._workers = [
+            threading.Thread(target=self._work, name=f"tieredkv-spill-{n}", daemon=True)
+            for n in range(_NUM_WORKERS)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    # ---- what the mover says -------------------------------------------------------------------
+
+    @property
+    def is_off(self) -> bool:
+        """Bypassed for a while after a failure; tried again by itself."""
+        return time.monotonic() < self._off_until
+
+    def remember_tokens(self, tokens: Mapping[bytes, Tokens]) -> None:
+        """Keep the token ids of blocks, by digest, until their slot headers hold them (lock held)."""
+        for digest, ids in tokens.items():
+            self._tokens[digest] = ids.astype("<i4").tobytes()
+
+    def forget_tokens(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            self._tokens.pop(digest, None)
+
+    def enqueue(self, rows: Rows, groups: npt.NDArray[np.int64]) -> Spilling:
+        """Spill these parts in the background (lock held). Beyond the queue's bound they are let be."""
+        nbytes = sum(
+            self._resident.stride_nbytes(r, g) for r, g in zip(rows.tolist(), groups.tolist(), strict=True)
+        )
+        wanted = _Wanted(self._table.digest[rows], groups, nbytes, Spilling())
+        with self._wake:
+            if self._closing or (self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue):
+                self._counters.add("spill_queue_full_parts", len(rows))
+                wanted.spilling.ended()
+                return wanted.spilling
+            self._queue.append(wanted)
+            self._queue_nbytes += nbytes
+            self._wake.notify()
+        return wanted.spilling
+
+    def spill_now(self, parts: Parts, until: float) -> None:
+        """Spill these parts before all others, and wait at most to `until` for them to be committed."""
+        with self._lock:
+            rows = np.array([row for row, _ in parts], dtype=np.int32)
+            groups = np.array([group for _, group in parts], dtype=np.int64)
+            wanted = _Wanted(self._table.digest[rows], groups, 0, Spilling())
+        if self.is_off:
+            return
+        with self._wake:
+            if self._closing:
+                return
+            self._queue.appendleft(wanted)
+            self._wake.notify()
+        wanted.spilling.wait(max(0.0, until - time.monotonic()))
+        # A part may have been on its way already, in another request.
+        with self._lock:
+            while any(part in self._in_flight for part in parts) and time.monotonic() < until:
+                self._lock.wait(min(0.05, max(0.001, until - time.monotonic())))
+
+    def drop(self, parts: Parts, cause: Cause) -> Ticket:
+        """Log that these parts leave the disk (lock held). Their slots are free once that is applied."""
+        table = self._table
+        records = np.zeros(len(parts), dtype=DROP_DTYPE)
+        rows = np.array([row for row, _ in parts], dtype=np.int32)
+        groups = np.array([group for _, group in parts], dtype=np.int64)
+        records["digest"] = table.digest[rows]
+        records["put_seq"] = table.put_seq[groups, rows]
+        records["slot"] = table.slot[Tier.DISK, groups, rows]
+        records["group"], records["cause"] = groups, cause
+        strides = [self._resident.stride_nbytes(row, group) for row, group in parts]
+        np.add.at(table.moving, rows, 1)
+
+        def applied(_lsn: int, named: Rows) -> None:
+            np.subtract.at(table.moving, rows, 1)
+            for row, now, slot, stride in zip(
+                rows.tolist(), named.tolist(), records["slot"].tolist(), strides, strict=True
+            ):
+                if now >= 0:
+                    self._resident.free(stride, np.array([slot], dtype=np.int64))
+                    self._resident.left(row, evicted=cause == Cause.EVICTED)
+            table.free_if_empty(rows)
+
+        def failed(_error: Exception) -> None:
+            np.subtract.at(table.moving, rows, 1)
+            self._counters.add("drop_not_logged_parts", len(rows))
+
+        return self._journal.submit(DROP, records, applied, failed)
+
+    def drain(self, until: float) -> bool:
+        """Wait until the queue is empty and nothing is being written; False at the deadline."""
+        with self._wake:
+            while self._queue or self._num_busy:
+                left = until - time.monotonic()
+                if left <= 0 or self.is_off:
+                    return False
+                self._wake.wait(min(left, 0.05))
+        with self._lock:
+            while self._in_flight and time.monotonic() < until:
+                self._lock.wait(min(0.05, max(0.001, until - time.monotonic())))
+            return not self._in_flight
+
+    def close(self, until: float) -> None:
+        """Stop the workers; parts still queued are not spilled."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        for worker in self._workers:
+            worker.join(max(0.0, until - time.monotonic()))
+
+    # ---- the workers ---------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait()
+                if self._closing:
+                    return
+                wanted = self._queue.popleft()
+                self._queue_nbytes -= wanted.nbytes
+                self._num_busy += 1
+            try:
+                self._spill(wanted)
+            finally:
+                wanted.spilling.ended()
+                with self._wake:
+                    self._num_busy -= 1
+                    self._wake.notify_all()
+
+    def _spill(self, wanted: _Wanted) -> None:
+        if self.is_off:
+            self._counters.add("spill_bypassed_parts", len(wanted.groups))
+            return
+        for part_nbytes, rows, groups in self._take(wanted):
+            step = max(1, _BATCH_NBYTES // part_nbytes)
+            for at in range(0, len(rows), step):
+                self._spill_batch(part_nbytes, rows[at : at + step], groups[at : at + step], wanted.spilling)
+
+    def _take(self, wanted: _Wanted) -> list[tuple[int, Rows, npt.NDArray[np.int64]]]:
+        """Mark what is still to be spilled as moving, by part size."""
+        by_size: dict[int, Parts] = {}
+        with self._lock:
+            rows = self._table.find(wanted.digests)
+            for row, group in zip(rows.tolist(), wanted.groups.tolist(), strict=True):
+                if row < 0 or (row, group) in self._in_flight:
+                    continue
+                slots = self._table.slot[:, group, row]
+                if slots[Tier.DISK] >= 0 or (slots[: Tier.DISK] < 0).all():
+                    continue
+                self._in_flight.add((row, group))
+                self._table.moving[row] += 1
+                by_size.setdefault(self._part_nbytes(row, group), []).append((row, group))
+        return [
+            (
+                size,
+                np.array([r for r, _ in parts], dtype=np.int32),
+                np.array([g for _, g in parts], dtype=np.int64),
+            )
+            for size, parts in by_size.items()
+        ]
+
+    def _part_nbytes(self, row: int, group: int) -> int:
+        return self._layout_of(row).part_nbytes[group]
+
+    def _spill_batch(
+        self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64], spilling: Spilling
+    ) -> None:
+        slots = self.reserve(part_nbytes, len(rows), time.monotonic() + self._deadline_s)
+        if len(slots) < len(rows):
+            self._counters.add("spill_no_space_parts", len(rows) - len(slots))
+            self._end_moves(rows[len(slots) :], groups[len(slots) :])
+            rows, groups = rows[: len(slots)], groups[: len(slots)]
+        if not len(rows):
+            return
+        try:
+            headers, payloads = self._gather(part_nbytes, rows, groups)
+            checksums = self._store.write(part_nbytes, slots, headers, payloads)
+        except OSError as error:
+            self._failed(error)
+            with self._lock:
+                self._resident.free(part_nbytes + SLOT_HEADER_NBYTES, slots)
+            self._end_moves(rows, groups)
+            return
+        self.trouble = None
+        self._log_put(part_nbytes, rows, groups, slots, headers, checksums, spilling)
+
+    def _gather(
+        self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[Any], list[memoryview]]:
+        """Headers and payloads of parts that are moving, so their memory slots stay."""
+        headers = new_headers(len(rows))
+        with self._lock:
+            table = self._table
+            parents = table.parent[rows]
+            headers["digest"] = table.digest[rows]
+            headers["parent"] = np.where((parents >= 0)[:, None], table.digest[parents], 0)
+            headers["group"] = groups
+            first = self._next_put_seq(len(rows))
+            headers["put_seq"] = np.arange(first, first + len(rows), dtype=np.uint64)
+            headers["payload_nbytes"] = part_nbytes
+            numbers = table.namespace[rows]
+            for number in np.unique(numbers).tolist():
+                digest = np.frombuffer(self._namespace_digest(number), dtype=np.uint8)
+                headers["namespace"][numbers == number] = digest
+            for at, row in enumerate(rows.tolist()):
+                tokens = np.frombuffer(self._tokens.get(table.digest[row].tobytes(), b""), dtype="<i4")
+                headers["num_tokens"][at] = len(tokens)
+                headers["tokens"][at, : len(tokens)] = tokens
+            sources = [
+                self._source(row, group) for row, group in zip(rows.tolist(), groups.tolist(), strict=True)
+            ]
+        return headers, [self._readable(part_nbytes, tier, slot) for tier, slot in sources]
+
+    def _source(self, row: int, group: int) -> tuple[Tier, int]:
+        host = int(self._table.slot[Tier.HOST, group, row])
+        return (
+            (Tier.HOST, host) if host >= 0 else (Tier.DEVICE, int(self._table.slot[Tier.DEVICE, group, row]))
+        )
+
+    def _readable(self, part_nbytes: int, tier: Tier, slot: int) -> memoryview:
+        memory = self._memories[tier]
+        if memory.host_addressable:
+            return memory.memory(part_nbytes, slot)
+        return memory.parts(part_nbytes, slot, 1).cpu().numpy().reshape(-1).data
+
+    def _log_put(
+        self,
+        part_nbytes: int,
+        rows: Rows,
+        groups: npt.NDArray[np.int64],
+        slots: Slots,
+        headers: npt.NDArray[Any],
+        checksums: npt.NDArray[np.uint64],
+        spilling: Spilling,
+    ) -> None:
+        records = np.zeros(len(rows), dtype=PUT_DTYPE)
+        for name in ("digest", "parent", "group", "put_seq", "num_tokens"):
+            records[name] = headers[name]
+        records["slot"], records["checksum"] = slots, checksums
+        with self._lock:
+            records["namespace"] = self._table.namespace[rows]
+        stride = part_nbytes + SLOT_HEADER_NBYTES
+
+        def applied(_lsn: int, named: Rows) -> None:
+            if (named >= 0).all():
+                self._resident.enter(named)
+            else:
+                self._resident.enter(named[named >= 0])
+                self._resident.free(stride, slots[named < 0])
+            self.forget_tokens(self._table.digest[rows[i]].tobytes() for i in range(len(rows)))
+            self._moved(rows, groups)
+            spilling.ended()
+
+        def failed(error: Exception) -> None:
+            self._failed(error)
+            self._resident.free(stride, slots)
+            self._moved(rows, groups)
+            spilling.ended()
+
+        spilling.began()
+        self._journal.submit(PUT, records, applied, failed)
+
+    # ---- ends ----------------------------------------------------------------------------------
+
+    def _end_moves(self, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
+        with self._lock:
+            self._moved(rows, groups)
+            self._lock.notify_all()
+
+    def _moved(self, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
+        np.subtract.at(self._table.moving, rows, 1)
+        self._in_flight.difference_update(zip(rows.tolist(), groups.tolist(), strict=True))
+
+    def _failed(self, error: Exception) -> None:
+        self._counters.add("disk_write_errors")
+        self.trouble = str(error)
+        self._off_until = time.monotonic() + _RETRY_S

@@ -1,0 +1,1 @@
+"""What is where, and how that knowledge survives a crash."""

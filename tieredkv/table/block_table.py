@@ -1,0 +1,415 @@
+"""The block table: digest → where the block's parts are. Arrays plus one index; a row is a block.
+
+Only what `apply` writes is durable: the DISK slots with their checksums. Device and host slots, pins and
+moves are facts of this process. Nobody but `apply` changes the durable part, live or in replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..block.hashing import DIGEST_NBYTES, KEY_NBYTES, Digests
+from ..outcomes import Tier
+from ..wal.records import DROP, PUT, Run
+from .key_index import KeyIndex, Rows, key_words
+
+_START_ROWS = 1024
+_NUM_REMEMBERED = 1 << 14
+
+_ROW_COLUMNS: dict[str, tuple[str, int]] = {
+    "namespace": ("i4", -1),
+    "parent": ("i4", -1),
+    "first_child": ("i4", -1),
+    "next_sibling": ("i4", -1),
+    "prev_sibling": ("i4", -1),
+    "pins": ("i4", 0),
+    "moving": ("i4", 0),
+    "uses": ("i4", 0),
+    "holders": ("i4", 0),
+}
+"""Name: dtype and the value of an empty row. `uses` keeps a row, not its parts; `holders` counts who keeps
+the boundary after the block."""
+
+_PART_COLUMNS: dict[str, str] = {"checksum": "u8", "put_seq": "u8", "lsn": "u8"}
+
+
+class BlockTable:
+    """Every block the cache knows, in rows; a free row has namespace -1."""
+
+    namespace: npt.NDArray[np.int32]
+    parent: npt.NDArray[np.int32]
+    first_child: npt.NDArray[np.int32]
+    next_sibling: npt.NDArray[np.int32]
+    prev_sibling: npt.NDArray[np.int32]
+    pins: npt.NDArray[np.int32]
+    moving: npt.NDArray[np.int32]
+    uses: npt.NDArray[np.int32]
+    holders: npt.NDArray[np.int32]
+    checksum: npt.NDArray[np.uint64]
+    put_seq: npt.NDArray[np.uint64]
+    lsn: npt.NDArray[np.uint64]
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self.num_groups = num_groups
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self.replaying = False
+        self._capacity = _START_ROWS
+        self._next_row = 0
+        self._free: list[int] = []
+        self._index = KeyIndex()
+        self._gone: dict[bytes, None] = {}
+        self.digest = np.zeros((_START_ROWS, DIGEST_NBYTES), dtype=np.uint8)
+        self.slot = np.full((len(Tier), self.num_groups, _START_ROWS), -1, dtype=np.int32)
+        for name, (dtype, empty) in _ROW_COLUMNS.items():
+            setattr(self, name, np.full(_START_ROWS, empty, dtype=dtype))
+        for name, dtype in _PART_COLUMNS.items():
+            setattr(self, name, np.zeros((self.num_groups, _START_ROWS), dtype=dtype))
+        self._set_key_columns()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns and the index."""
+        columns = [self.digest, self.slot, *(getattr(self, n) for n in (*_ROW_COLUMNS, *_PART_COLUMNS))]
+        return int(sum(c.nbytes for c in columns)) + self._index.nbytes
+
+    def live_rows(self) -> Rows:
+        """Every row in use, ascending."""
+        return np.flatnonzero(self.namespace[: self._next_row] >= 0).astype(np.int32)
+
+    def ensure_groups(self, num_groups: int) -> None:
+        """Make room for blocks of `num_groups` layer groups."""
+        more = num_groups - self.num_groups
+        if more <= 0:
+            return
+        self.slot = np.concatenate(
+            (self.slot, np.full((len(Tier), more, self._capacity), -1, dtype=np.int32)), axis=1
+        )
+        for name, dtype in _PART_COLUMNS.items():
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros((more, self._capacity), dtype=dtype))))
+        self.num_groups = num_groups
+
+    # ---- finding -------------------------------------------------------------------------------
+
+    def find(self, digests: Digests) -> Rows:
+        """The row of each digest, -1 where there is none: the key finds it, all 32 bytes prove it."""
+        rows = self._index.find(key_words(digests), self._keys)
+        wrong = (self.digest[rows] != digests).any(axis=1)
+        rows[wrong] = -1
+        return rows
+
+    def present(self, rows: Rows, num_groups: int) -> npt.NDArray[np.bool_]:
+        """Which parts are there in any tier: bool `[num_groups, len(rows)]`; row -1 has none."""
+        there: npt.NDArray[np.bool_] = np.any(self.slot[:, :num_groups, rows] >= 0, axis=0)
+        there[:, rows < 0] = False
+        return there
+
+    def row_of(self, key: bytes) -> int:
+        """The row that holds `key` (16 bytes), -1 if none does."""
+        return self._index.find_one(key, self.digest)
+
+    def rows_of(self, keys: Sequence[bytes]) -> Rows:
+        """The row that holds each key, -1 where none does."""
+        digests = np.zeros((len(keys), DIGEST_NBYTES), dtype=np.uint8)
+        digests[:, :KEY_NBYTES] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), KEY_NBYTES)
+        return self._index.find(key_words(digests), self._keys)
+
+    def key_of(self, row: int) -> bytes:
+        return self.digest[row, :KEY_NBYTES].tobytes()
+
+    def is_held(self, row: int) -> bool:
+        """Pinned or moving: not to be evicted, moved or overwritten."""
+        return bool(self.pins[row] > 0 or self.moving[row] > 0)
+
+    # ---- rows ----------------------------------------------------------------------------------
+
+    def register(self, namespace: int, digests: Digests) -> Rows:
+        """Rows for one whole chain, head first, made where they are missing and linked to their parents.
+
+        A key held by another digest gives -1 for that block and for every block after it.
+        """
+        rows = self._index.find(key_words(digests), self._keys)
+        taken = (rows >= 0) & (self.digest[rows] != digests).any(axis=1)
+        end = int(np.argmax(taken)) if taken.any() else len(rows)
+        missing = np.flatnonzero(rows[:end] < 0)
+        if missing.size:
+            end = self._before_collision(digests, missing, end)
+            missing = missing[missing < end]
+            rows[missing] = self._new_rows(namespace, digests[missing])
+        rows[end:] = -1
+        self._link_chain(rows[:end])
+        return rows
+
+    def _before_collision(self, digests: Digests, missing: npt.NDArray[np.int64], end: int) -> int:
+        """Where two new blocks of one chain share a key, the chain ends before the second."""
+        words = np.stack(key_words(digests[missing]))
+        _, first = np.unique(words, axis=1, return_index=True)
+        again = np.setdiff1d(np.arange(len(missing)), first)
+        return min(end, int(missing[again[0]])) if again.size else end
+
+    def _new_rows(self, namespace: int, digests: Digests) -> Rows:
+        count = len(digests)
+        reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        fresh = count - len(reused)
+        self._reserve(self._next_row + fresh)
+        rows = np.array(reused + list(range(self._next_row, self._next_row + fresh)), dtype=np.int32)
+        self._next_row += fresh
+        self.digest[rows] = digests
+        self.namespace[rows] = namespace
+        self._index.insert(rows, self._keys)
+        return rows
+
+    def _reserve(self, num_rows: int) -> None:
+        if num_rows <= self._capacity:
+            return
+        # Twice while small; an eighth more when large, so that a big table does not carry a second one.
+        grown = max(num_rows, self._capacity * 2 if self._capacity < 1 << 16 else self._capacity * 9 // 8)
+        more = grown - self._capacity
+        self.digest = np.concatenate((self.digest, np.zeros((more, DIGEST_NBYTES), dtype=np.uint8)))
+        empty_slots = np.full((len(Tier), self.num_groups, more), -1, dtype=np.int32)
+        self.slot = np.concatenate((self.slot, empty_slots), axis=2)
+        for name, (dtype, empty) in _ROW_COLUMNS.items():
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.full(more, empty, dtype=dtype))))
+        for name, dtype in _PART_COLUMNS.items():
+            column = getattr(self, name)
+            tail = np.zeros((self.num_groups, more), dtype=dtype)
+            setattr(self, name, np.concatenate((column, tail), axis=1))
+        self._capacity = grown
+        self._set_key_columns()
+
+    def _set_key_columns(self) -> None:
+        words = self.digest.view("<u8")
+        self._keys = words[:, 0], words[:, 1]
+
+    def free_rows(self, rows: Rows) -> None:
+        """Give back rows that have no part, no pin and no move; their children become orphans."""
+        if not len(rows):
+            return
+        self._remember(rows)
+        self._index.remove(rows, self._keys)
+        for row in rows.tolist():
+            self._unlink(row)
+            child = int(self.first_child[row])
+            while child >= 0:
+                following = int(self.next_sibling[child])
+                self.parent[child] = self.next_sibling[child] = self.prev_sibling[child] = -1
+                child = following
+            for name, (_, empty) in _ROW_COLUMNS.items():
+                getattr(self, name)[row] = empty
+            self._free.append(row)
+        self.slot[:, :, rows] = -1
+
+    def _remember(self, rows: Rows) -> None:
+        """Keep the last keys that went, so that a miss can say `evicted`."""
+        for row in rows.tolist():
+            self._gone[self.key_of(row)] = None
+        while len(self._gone) > _NUM_REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+
+    def was_here(self, digest: bytes) -> bool:
+        """Was this block here not long ago? Only for the reason of a miss."""
+        return digest[:KEY_NBYTES] in self._gone
+
+    def forget_gone(self) -> None:
+        """After a removal nothing remembers what was here."""
+        self._gone.clear()
+
+    def free_if_empty(self, rows: Rows) -> Rows:
+        """Free those of `rows` that hold nothing any more; returns them."""
+        rows = rows[rows >= 0]
+        empty = (self.slot[:, :, rows] < 0).all(axis=(0, 1))
+        idle = (self.pins[rows] == 0) & (self.moving[rows] == 0) & (self.uses[rows] == 0)
+        idle &= self.namespace[rows] >= 0
+        gone = np.unique(rows[empty & idle])
+        self.free_rows(gone)
+        return gone
+
+    # ---- the tree of chains --------------------------------------------------------------------
+
+    def _link_chain(self, rows: Rows) -> None:
+        """Link each row to the one before it; those already linked stay."""
+        if len(rows) < 2:
+            return
+        children, parents = rows[1:], rows[:-1]
+        loose = self.parent[children] < 0
+        children, parents = children[loose], parents[loose]
+        if not children.size:
+            return
+        older = self.first_child[parents]
+        self.parent[children] = parents
+        self.next_sibling[children] = older
+        self.prev_sibling[children] = -1
+        self.prev_sibling[older[older >= 0]] = children[older >= 0]
+        self.first_child[parents] = children
+
+    def _unlink(self, row: int) -> None:
+        parent, before, after = (int(c[row]) for c in (self.parent, self.prev_sibling, self.next_sibling))
+        if before >= 0:
+            self.next_sibling[before] = after
+        elif parent >= 0:
+            self.first_child[parent] = after
+        if after >= 0:
+            self.prev_sibling[after] = before
+
+    def settle(self) -> None:
+        """End a replay: rows whose parts were all dropped are freed, then the chains are linked.
+
+        Until then no row is given back, so that a `parent` never names another block's row.
+        """
+        rows = self.live_rows()
+        empty = rows[(self.slot[:, :, rows] < 0).all(axis=(0, 1))]
+        orphans = rows[np.isin(self.parent[rows], empty)]
+        self.parent[orphans] = -1
+        self._index.remove(empty, self._keys)
+        for name, (_, value) in _ROW_COLUMNS.items():
+            getattr(self, name)[empty] = value
+        self._free.extend(empty.tolist())
+        self.replaying = False
+        self.relink()
+
+    def relink(self) -> None:
+        """Rebuild the lists of children from `parent`."""
+        for column in (self.first_child, self.next_sibling, self.prev_sibling):
+            column[:] = -1
+        rows = self.live_rows()
+        rows = rows[self.parent[rows] >= 0]
+        rows = rows[np.argsort(self.parent[rows], kind="stable")]
+        parents = self.parent[rows]
+        same = parents[1:] == parents[:-1]
+        self.next_sibling[rows[:-1][same]] = rows[1:][same]
+        self.prev_sibling[rows[1:][same]] = rows[:-1][same]
+        heads = np.concatenate(([True], ~same)) if rows.size else np.zeros(0, dtype=np.bool_)
+        self.first_child[parents[heads]] = rows[heads]
+
+    def children(self, row: int) -> Iterator[int]:
+        child = int(self.first_child[row])
+        while child >= 0:
+            yield child
+            child = int(self.next_sibling[child])
+
+    def ancestors(self, row: int, count: int) -> Iterator[int]:
+        """`row` itself and up to `count - 1` rows above it, nearest first."""
+        while row >= 0 and count > 0:
+            yield row
+            row, count = int(self.parent[row]), count - 1
+
+    # ---- durable changes -----------------------------------------------------------------------
+
+    def apply(self, first_lsn: int, run: Run) -> Rows:
+        """Apply logged records; the only way the durable part changes.
+
+        Returns:
+            The rows that the records named, -1 where a record named nothing that is here.
+        """
+        records: Any = run.records
+        if run.kind == PUT:
+            return self._apply_put(first_lsn, records)
+        assert run.kind == DROP, f"the block table knows kinds {PUT} and {DROP}, not {run.kind}"
+        return self._apply_drop(records)
+
+    def _apply_put(self, first_lsn: int, records: Any) -> Rows:
+        digests = np.ascontiguousarray(records["digest"])
+        rows = self.find(digests)
+        if (rows < 0).any():
+            self._adopt(records, rows)
+            rows = self.find(digests)
+        held = rows >= 0
+        at, groups, kept = rows[held], records["group"][held].astype(np.int64), records[held]
+        self.slot[Tier.DISK, groups, at] = kept["slot"].astype(np.int32)
+        self.checksum[groups, at] = kept["checksum"]
+        self.put_seq[groups, at] = kept["put_seq"]
+        self.lsn[groups, at] = first_lsn + np.flatnonzero(held).astype(np.uint64)
+        return rows
+
+    def _adopt(self, records: Any, rows: Rows) -> None:
+        """Make rows for blocks that only the log knows: replay, or a block dropped while it was written."""
+        unknown = np.flatnonzero(rows < 0)
+        digests = np.ascontiguousarray(records["digest"][unknown])
+        _, first = np.unique(digests.view("V32").ravel(), return_index=True)
+        unknown = unknown[np.sort(first)]
+        digests = np.ascontiguousarray(records["digest"][unknown])
+        free = self._index.find(key_words(digests), self._keys) < 0
+        words = np.stack(key_words(digests))
+        _, distinct = np.unique(words, axis=1, return_index=True)
+        alone = np.zeros(len(unknown), dtype=np.bool_)
+        alone[distinct] = True
+        unknown = unknown[free & alone]
+        if not unknown.size:
+            return
+        new = records[unknown]
+        made = np.empty(len(new), dtype=np.int32)
+        for namespace in np.unique(new["namespace"]).tolist():
+            mine = new["namespace"] == namespace
+            made[mine] = self._new_rows(namespace, np.ascontiguousarray(new["digest"][mine]))
+        parents = self.find(np.ascontiguousarray(new["parent"]))
+        if self.replaying:
+            self.parent[made] = parents
+            return
+        for row, parent in zip(made.tolist(), parents.tolist(), strict=True):
+            if parent >= 0 and parent != row:
+                self._link_chain(np.array([parent, row], dtype=np.int32))
+
+    def _apply_drop(self, records: Any) -> Rows:
+        rows = self.find(np.ascontiguousarray(records["digest"]))
+        groups = records["group"].astype(np.int64)
+        match = (rows >= 0) & (groups < self.num_groups)
+        match[match] = self.put_seq[groups[match], rows[match]] == records["put_seq"][match]
+        rows[~match] = -1
+        self.slot[Tier.DISK, groups[match], rows[match]] = -1
+        return rows
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, npt.NDArray[Any]]:
+        """The durable part as packed arrays: every row with a part on DISK."""
+        rows = self.live_rows()
+        rows = rows[(self.slot[Tier.DISK][:, rows] >= 0).any(axis=0)]
+        place = np.full(self._next_row + 1, -1, dtype=np.int32)
+        place[rows] = np.arange(len(rows), dtype=np.int32)
+        packed = {"digest": self.digest[rows], "namespace": self.namespace[rows]}
+        packed["parent"] = place[self.parent[rows]]
+        packed["slot"] = self.slot[Tier.DISK][:, rows]
+        return packed | {name: getattr(self, name)[:, rows] for name in _PART_COLUMNS}
+
+    def restore(self, packed: dict[str, npt.NDArray[Any]]) -> None:
+        """The inverse of `snapshot`; whatever was here is forgotten. `settle` must follow, after any replay."""
+        self.num_groups = max(self.num_groups, packed["slot"].shape[0])
+        self.clear()
+        count = len(packed["digest"])
+        self._reserve(count)
+        rows = np.arange(count, dtype=np.int32)
+        self._next_row = count
+        self.digest[rows] = packed["digest"]
+        self.namespace[rows] = packed["namespace"]
+        self.parent[rows] = packed["parent"]
+        groups = packed["slot"].shape[0]
+        self.slot[Tier.DISK, :groups, :count] = packed["slot"]
+        for name in _PART_COLUMNS:
+            getattr(self, name)[:groups, :count] = packed[name]
+        self._index.insert(rows, self._keys)
+        self.replaying = True
+
+    def check(self) -> None:
+        """Every invariant that ties columns and index together."""
+        rows = self.live_rows()
+        assert len(rows) == len(self._index), f"{len(rows)} rows, {len(self._index)} in the index"
+        assert (self.find(self.digest[rows]) == rows).all(), "a row is not found by its own digest"
+        assert len(self._free) + len(rows) == self._next_row, "free and live rows do not add up"
+        assert all((c[rows] >= 0).all() for c in (self.pins, self.moving, self.uses)), "a negative count"
+        assert (self.holders[rows] >= 0).all(), "an anchor with a negative count of holders"
+        for row in rows.tolist():
+            for child in self.children(row):
+                assert self.parent[child] == row, f"row {child} is listed under {row}, not its parent"
+        linked = rows[self.parent[rows] >= 0]
+        assert (self.namespace[self.parent[linked]] >= 0).all(), "a row's parent is a free row"

@@ -1,0 +1,217 @@
+"""Namespaces and sessions: the rows of the table that are not blocks. Changed only by `apply`."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..block.hashing import Tokens
+from ..block.layout import BlockLayout
+from ..errors import CorruptFormat
+from ..wal.records import CLOCK, NAMESPACE, REMOVAL, REMOVED, SESSION, SESSION_END, Run
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class NamespaceRow:
+    """One identity's namespace: its number in this store, digest, fingerprint and layout."""
+
+    number: int
+    digest: bytes
+    fingerprint: Mapping[str, Any]
+    layout: BlockLayout
+
+    def encode(self) -> bytes:
+        return _to_json(
+            {
+                "number": self.number,
+                "digest": self.digest.hex(),
+                "fingerprint": self.fingerprint,
+                "layout": self.layout.describe(),
+            }
+        )
+
+    @classmethod
+    def decode(cls, blob: bytes) -> NamespaceRow:
+        values = _from_json(blob)
+        return cls(
+            values["number"],
+            bytes.fromhex(values["digest"]),
+            values["fingerprint"],
+            BlockLayout.from_description(values["layout"]),
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a session: who spoke, and the token count at which it ended."""
+
+    role: str
+    end: int
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """A named, durable token sequence.
+
+    `anchors` are the boundaries, in tokens, that the session keeps restorable; `expires_at` is on the
+    store's own clock (seconds), 0 for never.
+    """
+
+    name: str
+    namespace: int
+    tokens: Tokens = field(repr=False)
+    turns: tuple[Turn, ...] = ()
+    anchors: tuple[int, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    pinned: bool = False
+    expires_at: float = 0.0
+
+    def encode(self, before: SessionRow | None = None) -> bytes:
+        """As a record: tokens as a delta to `before`, the row that the log already holds."""
+        kept = 0
+        if before is not None and before.namespace == self.namespace:
+            shared = min(len(before.tokens), len(self.tokens))
+            unequal = np.flatnonzero(before.tokens[:shared] != self.tokens[:shared])
+            kept = int(unequal[0]) if unequal.size else shared
+        head = _to_json(
+            {
+                "name": self.name,
+                "namespace": self.namespace,
+                "kept": kept,
+                "turns": [[t.role, t.end] for t in self.turns],
+                "anchors": list(self.anchors),
+                "meta": self.meta,
+                "pinned": self.pinned,
+                "expires_at": self.expires_at,
+            }
+        )
+        return _LENGTH.pack(len(head)) + head + self.tokens[kept:].astype("<i4").tobytes()
+
+    @classmethod
+    def decode(cls, blob: bytes, known: Mapping[str, SessionRow]) -> SessionRow:
+        """The row that a record describes, on top of the rows in `known`.
+
+        Raises:
+            CorruptFormat: the record keeps more tokens than the known row has.
+        """
+        (length,) = _LENGTH.unpack_from(blob)
+        values = _from_json(blob[_LENGTH.size : _LENGTH.size + length])
+        added = np.frombuffer(blob, dtype="<i4", offset=_LENGTH.size + length).astype(np.int32)
+        before = known.get(values["name"])
+        old = before.tokens if before is not None else np.zeros(0, dtype=np.int32)
+        if values["kept"] > len(old):
+            raise CorruptFormat(f"a session record keeps {values['kept']} tokens of {len(old)}")
+        return cls(
+            name=values["name"],
+            namespace=values["namespace"],
+            tokens=np.concatenate((old[: values["kept"]], added)),
+            turns=tuple(Turn(role, end) for role, end in values["turns"]),
+            anchors=tuple(values["anchors"]),
+            meta=values["meta"],
+            pinned=values["pinned"],
+            expires_at=values["expires_at"],
+        )
+
+
+class Catalog:
+    """Every namespace by number and every session by name, with the removals that are not finished."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.namespaces: dict[int, NamespaceRow] = {}
+        self.sessions: dict[str, SessionRow] = {}
+        self.removals: list[dict[str, Any]] = []
+        self.clock_s = 0.0
+
+    def by_digest(self, digest: bytes) -> NamespaceRow | None:
+        return next((row for row in self.namespaces.values() if row.digest == digest), None)
+
+    def apply(self, run: Run) -> None:
+        """Apply logged records of the kinds that are not about blocks."""
+        for blob in run.records:
+            self._apply_one(run.kind, bytes(blob))
+
+    def _apply_one(self, kind: int, blob: bytes) -> None:
+        if kind == NAMESPACE:
+            namespace = NamespaceRow.decode(blob)
+            self.namespaces[namespace.number] = namespace
+        elif kind == SESSION:
+            session = SessionRow.decode(blob, self.sessions)
+            self.sessions[session.name] = session
+        elif kind == SESSION_END:
+            self.sessions.pop(_from_json(blob)["name"], None)
+        elif kind == REMOVAL:
+            self._begin_removal(_from_json(blob))
+        elif kind == REMOVED:
+            self.removals.clear()
+        elif kind == CLOCK:
+            self.clock_s = max(self.clock_s, _from_json(blob)["clock_s"])
+
+    def _begin_removal(self, removal: dict[str, Any]) -> None:
+        self.removals.append(removal)
+        for name in removal.get("sessions", ()):
+            self.sessions.pop(name, None)
+        number = removal.get("namespace")
+        if number is not None:
+            self.namespaces.pop(number, None)
+            self.sessions = {n: s for n, s in self.sessions.items() if s.namespace != number}
+
+    def snapshot(self) -> dict[str, bytes]:
+        """The catalog as two values of a checkpoint."""
+        blobs = [n.encode() for n in self.namespaces.values()]
+        sessions = [s.encode() for s in self.sessions.values()]
+        rest = _to_json({"removals": self.removals, "clock_s": self.clock_s})
+        return {"namespaces": _pack(blobs), "sessions": _pack(sessions), "catalog": rest}
+
+    def restore(self, packed: Mapping[str, bytes]) -> None:
+        """The inverse of `snapshot`."""
+        self.clear()
+        for blob in _unpack(packed["namespaces"]):
+            self._apply_one(NAMESPACE, blob)
+        for blob in _unpack(packed["sessions"]):
+            self._apply_one(SESSION, blob)
+        rest = _from_json(packed["catalog"])
+        self.removals, self.clock_s = rest["removals"], rest["clock_s"]
+
+
+def session_with(row: SessionRow, **changes: Any) -> SessionRow:
+    """A copy of `row` with some fields changed."""
+    return replace(row, **changes)
+
+
+def _pack(blobs: list[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(b)) + b for b in blobs)
+
+
+def _unpack(packed: bytes) -> list[bytes]:
+    blobs, at = [], 0
+    while at < len(packed):
+        (length,) = _LENGTH.unpack_from(packed, at)
+        blobs.append(packed[at + _LENGTH.size : at + _LENGTH.size + length])
+        at += _LENGTH.size + length
+    return blobs
+
+
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _from_json(blob: bytes) -> Any:
+    try:
+        return json.loads(blob)
+    except ValueError as error:
+        raise CorruptFormat(f"a record of {len(blob)} bytes is not JSON") from error
+
+
+def to_record(value: Mapping[str, Any]) -> bytes:
+    """A plain mapping as the body of a SESSION_END, REMOVAL, REMOVED or CLOCK record."""
+    return _to_json(value)

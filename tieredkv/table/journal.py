@@ -1,0 +1,540 @@
+"""Log, then apply: every durable change goes through here, and nothing else changes the durable state.
+
+`submit` queues records. One committer thread takes the queue, appends a frame without any lock held, then
+applies the records in LSN order under the metadata lock. One sync thread syncs payloads, then the log, then
+moves `durable_lsn`: each interval at `"group"`, at the end of a segment, and at once for whoever waits. It
+also writes checkpoints. A failed sync of the log is final for that segment: a new one repeats what was not
+durable; after three failures in a row the journal takes no more records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..outcomes import Counters
+from ..system import Fs
+from ..wal.format import CheckpointRef, SegmentHeader, frame_nbytes
+from ..wal.reader import SegmentInfo
+from ..wal.records import Records, Run
+from ..wal.writer import LogWriter
+from .checkpoint import checkpoint_name, write_checkpoint
+from .key_index import Rows
+from .state import State
+
+_MAX_FAILURES = 3
+_BYTES_PER_ROW = 160
+
+Applied = Callable[[int, Rows], None]
+Failed = Callable[[Exception], None]
+
+
+class Ticket:
+    """A submitted change. `wait` returns True once it is applied, which is to say committed."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: Exception | None = None
+        self.lsn = 0
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._done.wait(timeout_s) and self.error is None
+
+    def finish(self, lsn: int, error: Exception | None = None) -> None:
+        self.lsn, self.error = lsn, error
+        self._done.set()
+
+
+DONE = Ticket()
+DONE.finish(0)
+
+
+def _ignore_applied(_lsn: int, _rows: Rows) -> None:
+    pass
+
+
+def _ignore_failed(_error: Exception) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A log file that is there: its number, bytes and first LSN."""
+
+    number: int
+    nbytes: int
+    first_lsn: int
+
+    @classmethod
+    def of(cls, header: SegmentHeader) -> _Segment:
+        return cls(header.number, header.segment_nbytes, header.first_lsn)
+
+
+@dataclass
+class _Entry:
+    kind: int
+    records: Records
+    applied: Applied
+    failed: Failed
+    ticket: Ticket = field(default_factory=Ticket)
+
+
+class Journal:
+    """The one writer of the log and of checkpoints, over a state that recovery has brought up to date.
+
+    Args:
+        lock: the metadata lock; `applied` and `failed` callbacks run with it held.
+        sync_parts: make every payload written so far durable; False if some could not be and was given up,
+            so that only a later round, which covers the drops, may move `durable_lsn`.
+        interval_s: between syncs at `"group"`; None at the other levels.
+        durable_lsn: the highest LSN known synced, payloads included.
+        segments: the segments that are there, oldest first.
+        checkpoints: the checkpoints that are there, newest first.
+        log_keep_nbytes: log kept beyond what recovery needs.
+        log_max_nbytes: log at which a checkpoint is forced.
+    """
+
+    def __init__(
+        self,
+        *,
+        fs: Fs,
+        store_dir: str,
+        wal_dir: str,
+        writer: LogWriter,
+        state: State,
+        lock: threading.Condition,
+        sync_parts: Callable[[], bool],
+        interval_s: float | None,
+        open_number: int,
+        next_lsn: int,
+        durable_lsn: int,
+        segments: Sequence[SegmentInfo],
+        checkpoints: Sequence[CheckpointRef],
+        log_keep_nbytes: int,
+        log_max_nbytes: int,
+        counters: Counters,
+    ) -> None:
+        self._fs = fs
+        self._dir = store_dir
+        self._wal_dir = wal_dir
+        self._writer = writer
+        self._state = state
+        self._lock = lock
+        self._sync_parts = sync_parts
+        self._interval_s = interval_s
+        self._open_number = open_number
+        self._next_lsn = next_lsn
+        self.applied_lsn = next_lsn - 1
+        self.durable_lsn = durable_lsn
+        self._segments = [
+            _Segment(s.number, s.nbytes, s.header.first_lsn if s.header else 0) for s in segments
+        ]
+        self._checkpoints = list(checkpoints)
+        self._log_keep_nbytes = log_keep_nbytes
+        self._log_max_nbytes = log_max_nbytes
+        self._counters = counters
+        self.trouble: str | None = None
+        self.read_only = False
+        self._failures = 0
+        self._appended_nbytes = 0
+        self._writing = threading.Lock()  # held while the writer's tail moves
+        self._syncing = threading.Lock()  # held for a whole sync round
+        self._queue: deque[_Entry] = deque()
+        self._queued = threading.Condition()
+        self._closing = False
+        self._round = threading.Condition()
+        self._sync_wanted = self._checkpoint_wanted = self._stop_syncing = False
+        self._num_rounds = 0
+        self._committer = threading.Thread(target=self._commit_loop, name="tieredkv-commit", daemon=True)
+        self._syncer = threading.Thread(target=self._sync_loop, name="tieredkv-sync", daemon=True)
+
+    def start(self, *, must_checkpoint: bool) -> None:
+        """Begin the first segment of this open, and the two threads.
+
+        Args:
+            must_checkpoint: the directory does not hold everything in a form that recovers again; write a
+                checkpoint first, for the segment to name.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        if must_checkpoint:
+            self._sync_parts()
+            snapshot = self._state.snapshot()
+            ref = write_checkpoint(self._fs, self._dir, self.applied_lsn, snapshot)
+            self._checkpoints.insert(0, ref)
+            self.durable_lsn = self.applied_lsn
+        header = self._writer.start(
+            self._next_lsn,
+            open_number=self._open_number,
+            checkpoint=self._latest_checkpoint(),
+            durable_lsn=self.durable_lsn,
+        )
+        self._segments.append(_Segment.of(header))
+        self._committer.start()
+        self._syncer.start()
+
+    @property
+    def log_nbytes(self) -> int:
+        """Bytes of every segment that is there."""
+        return sum(segment.nbytes for segment in self._segments)
+
+    @property
+    def checkpoint_nbytes(self) -> int:
+        return sum(ref.nbytes for ref in self._checkpoints)
+
+    @property
+    def checkpoint_lsn(self) -> int:
+        return self._checkpoints[0].lsn if self._checkpoints else 0
+
+    # ---- callers -------------------------------------------------------------------------------
+
+    def submit(
+        self, kind: int, records: Records, applied: Applied = _ignore_applied, failed: Failed = _ignore_failed
+    ) -> Ticket:
+        """Queue records for the log; may be called with the metadata lock held.
+
+        Exactly one of `applied(first_lsn, rows)` and `failed(error)` is called, with the lock held.
+        """
+        entry = _Entry(kind, records, applied, failed)
+        with self._queued:
+            if not self._closing and not self.read_only:
+                self._queue.append(entry)
+                self._queued.notify()
+                return entry.ticket
+        error = OSError("the log takes no more records")
+        with self._lock:
+            failed(error)
+        entry.ticket.finish(0, error)
+        return entry.ticket
+
+    def flush(self, until: float) -> bool:
+        """Make everything applied before this call durable; False if that failed or took too long."""
+        with self._lock:
+            target = self.applied_lsn
+        done = self._wait_rounds(until, target)
+        with contextlib.suppress(OSError), self._writing:
+            self._append_empty()
+        return done
+
+    def checkpoint(self, until: float) -> bool:
+        """Write a checkpoint of everything applied; False if that failed or took too long."""
+        before = self.checkpoint_lsn
+        with self._lock:
+            target = self.applied_lsn
+        if before == target and self._checkpoints:
+            return True
+        with self._round:
+            self._checkpoint_wanted = True
+            self._round.notify_all()
+            while self.checkpoint_lsn <= before and time.monotonic() < until:
+                self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
+        return self.checkpoint_lsn >= target
+
+    def forget_past(self, until: float) -> bool:
+        """After a removal: nothing of the log or of a checkpoint from before now stays on disk.
+
+        Ends the segment, writes a checkpoint, begins a segment that names it, and unlinks everything older.
+        """
+        if not self.flush(until):
+            return False
+        with self._lock:
+            target = self.applied_lsn
+        self.checkpoint(until)
+        if self.checkpoint_lsn < target:
+            return False
+        with self._writing:
+            keep_from = self._writer.segment_number
+            for ref in self._checkpoints[1:]:
+                if ref.lsn:
+                    self._fs.unlink(f"{self._dir}/{checkpoint_name(ref.lsn)}")
+            del self._checkpoints[1:]
+            for segment in [s for s in self._segments if s.number < keep_from]:
+                self._writer.unlink_segment(segment.number)
+                self._segments.remove(segment)
+            self._fs.sync_dir(self._wal_dir)
+            self._fs.sync_dir(self._dir)
+        return True
+
+    def close(self, until: float) -> bool:
+        """Commit what is queued, sync, and stop both threads; False if that did not fit before `until`."""
+        with self._queued:
+            self._closing = True
+            self._queued.notify_all()
+        if self._committer.ident is not None:
+            self._committer.join(max(0.0, until - time.monotonic()))
+        done = self.flush(until)
+        with self._round:
+            self._stop_syncing = True
+            self._round.notify_all()
+        if self._syncer.ident is not None:
+            self._syncer.join(max(0.0, until - time.monotonic()))
+        with contextlib.suppress(OSError):
+            self._writer.sync()
+            self._writer.close()
+        return done and not self._committer.is_alive()
+
+    def _wait_rounds(self, until: float, target: int) -> bool:
+        """Ask for sync rounds until `target` is durable."""
+        with self._round:
+            while self.durable_lsn < target and time.monotonic() < until and not self.read_only:
+                self._sync_wanted = True
+                self._round.notify_all()
+                self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
+            if self.durable_lsn >= target and self._num_rounds == 0:
+                self._sync_wanted = True
+        return self.durable_lsn >= target
+
+    # ---- the committer -------------------------------------------------------------------------
+
+    def _commit_loop(self) -> None:
+        while True:
+            with self._queued:
+                while not self._queue and not self._closing:
+                    self._queued.wait()
+                if not self._queue:
+                    return
+                batch = list(self._take_batch())
+            self._commit(batch)
+
+    def _take_batch(self) -> Iterator[_Entry]:
+        """What fits one frame, at least one entry (queue lock held)."""
+        room = self._writer.max_frame_nbytes // 2
+        while self._queue:
+            nbytes = frame_nbytes([Run(self._queue[0].kind, self._queue[0].records)])
+            room -= nbytes
+            yield self._queue.popleft()
+            if room <= 0:
+                return
+
+    def _commit(self, batch: Sequence[_Entry]) -> None:
+        first_lsn = self._next_lsn
+        try:
+            for runs in self._frames(batch):
+                self._append(runs)
+        except OSError as error:
+            self._commit_failed(batch, error)
+            return
+        with self._lock:
+            for entry in batch:
+                rows = self._state.apply(first_lsn, Run(entry.kind, entry.records))
+                entry.applied(first_lsn, rows)
+                entry.ticket.lsn = first_lsn
+                first_lsn += len(entry.records)
+            self.applied_lsn = first_lsn - 1
+            self._lock.notify_all()
+        for entry in batch:
+            entry.ticket.finish(entry.ticket.lsn)
+        if self._wants_checkpoint():
+            with self._round:
+                self._checkpoint_wanted = True
+                self._round.notify_all()
+
+    def _commit_failed(self, batch: Sequence[_Entry], error: Exception) -> None:
+        self._counters.add("log_write_errors")
+        self.trouble = str(error)
+        with self._lock:
+            for entry in batch:
+                entry.failed(error)
+            self._lock.notify_all()
+        for entry in batch:
+            entry.ticket.finish(0, error)
+
+    def _frames(self, batch: Sequence[_Entry]) -> Iterator[list[Run]]:
+        """The batch as frames: adjacent records of one kind as one run, none larger than a frame may be."""
+        limit, nbytes = self._writer.max_frame_nbytes // 2, 0
+        runs: list[Run] = []
+        for entry in batch:
+            for run in _pieces(Run(entry.kind, entry.records), limit):
+                size = frame_nbytes([run])
+                if runs and nbytes + size > limit:
+                    yield _joined(runs)
+                    runs, nbytes = [], 0
+                runs.append(run)
+                nbytes += size
+        if runs:
+            yield _joined(runs)
+
+    def _append(self, runs: list[Run]) -> None:
+        """Append one frame, in a new segment if it needs one. Raises OSError."""
+        if frame_nbytes(runs) > self._writer.max_frame_nbytes:
+            raise OSError(f"a record of {frame_nbytes(runs)} bytes does not fit a log segment")
+        with self._writing:
+            room = self._writer.room_nbytes
+        if frame_nbytes(runs) > room:
+            self._rotate(self._latest_checkpoint())
+        with self._writing:
+            try:
+                self._appended_nbytes += self._writer.append(runs, self._next_lsn, self.durable_lsn)
+            except OSError:
+                self._repair()
+                self._appended_nbytes += self._writer.append(runs, self._next_lsn, self.durable_lsn)
+            self._next_lsn += sum(len(run) for run in runs)
+
+    def _append_empty(self) -> None:
+        """A frame without records that carries the durable LSN (writing lock held). Raises OSError."""
+        if self._writer.room_nbytes >= frame_nbytes([]):
+            self._writer.append((), self._next_lsn, self.durable_lsn)
+
+    # ---- segments ------------------------------------------------------------------------------
+
+    def _latest_checkpoint(self) -> CheckpointRef:
+        return self._checkpoints[0] if self._checkpoints else CheckpointRef()
+
+    def _rotate(self, checkpoint: CheckpointRef) -> None:
+        """End the segment, synced with its payloads, and begin the next. Raises OSError."""
+        self._sync_round()
+        with self._writing:
+            with contextlib.suppress(OSError):
+                self._append_empty()
+            try:
+                header = self._writer.rotate(
+                    open_number=self._open_number, checkpoint=checkpoint, durable_lsn=self.durable_lsn
+                )
+                self._segments.append(_Segment.of(header))
+            except OSError:
+                self._repair(checkpoint)
+
+    def _repair(self, checkpoint: CheckpointRef | None = None) -> None:
+        """After a failed write or sync: a new segment repeats what is not durable (writing lock held).
+
+        Raises:
+            OSError: three new segments failed too; the journal is read-only from now on.
+        """
+        ref = checkpoint or self._latest_checkpoint()
+        frames = self._writer.abandon()
+        while True:
+            self._failures += 1
+            self._counters.add("log_sync_errors")
+            if self._failures > _MAX_FAILURES:
+                self.read_only = True
+                self.trouble = "the log failed three times in a row: no more records are taken"
+                raise OSError(self.trouble)
+            try:
+                first_lsn = frames[0][0] if frames else self._next_lsn
+                header = self._writer.start(
+                    first_lsn, open_number=self._open_number, checkpoint=ref, durable_lsn=self.durable_lsn
+                )
+                self._segments.append(_Segment.of(header))
+                for lsn, runs in frames:
+                    self._writer.append(runs, lsn, self.durable_lsn)
+                self._writer.sync()
+                return
+            except OSError as error:
+                self.trouble = str(error)
+                frames = self._writer.abandon() or frames
+
+    # ---- the sync thread -----------------------------------------------------------------------
+
+    def _sync_loop(self) -> None:
+        while True:
+            with self._round:
+                if not (self._sync_wanted or self._checkpoint_wanted or self._stop_syncing):
+                    self._round.wait(self._interval_s)
+                if self._stop_syncing:
+                    return
+                wanted, self._sync_wanted = self._sync_wanted, False
+                checkpoint, self._checkpoint_wanted = self._checkpoint_wanted, False
+            due = self._interval_s is not None and self.applied_lsn > self.durable_lsn
+            if wanted or due:
+                with contextlib.suppress(OSError):
+                    self._sync_round()
+            if checkpoint:
+                self._write_checkpoint()
+            with self._round:
+                self._num_rounds += 1
+                self._round.notify_all()
+
+    def _sync_round(self) -> None:
+        """Sync payloads, then the log, then say so. Raises OSError."""
+        with self._syncing:
+            target = self.applied_lsn
+            complete = self._sync_parts()
+            try:
+                self._writer.sync()
+            except OSError:
+                with self._writing:
+                    self._repair()
+            self._failures = 0
+            self.trouble = None
+            if complete:
+                self.durable_lsn = max(self.durable_lsn, target)
+            self._counters.add("syncs")
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def _wants_checkpoint(self) -> bool:
+        """When the log has outgrown the table, or its share of the budget."""
+        table_nbytes = _BYTES_PER_ROW * len(self._state.table)
+        outgrown = self._appended_nbytes > max(2 * self._writer.segment_nbytes, 2 * table_nbytes)
+        return outgrown or self.log_nbytes > self._log_max_nbytes
+
+    def _write_checkpoint(self) -> None:
+        """In this order: sync to LSN c, write table-c, begin the segment that names it, unlink what is old."""
+        with self._lock:
+            lsn, arrays = self.applied_lsn, self._state.snapshot()
+        try:
+            if self.durable_lsn < lsn:
+                self._sync_round()
+            ref = write_checkpoint(self._fs, self._dir, lsn, arrays)
+            self._rotate(ref)
+        except OSError as error:
+            # Discarded; the log keeps everything that it would have held.
+            self._counters.add("checkpoint_errors")
+            self.trouble = str(error)
+            return
+        self._appended_nbytes = 0
+        self._checkpoints.insert(0, ref)
+        self._counters.add("checkpoints")
+        with contextlib.suppress(OSError):
+            self._unlink_old()
+
+    def _unlink_old(self) -> None:
+        """Unlink the checkpoint before the previous one and segments that neither kept one needs."""
+        while len(self._checkpoints) > 2:
+            old = self._checkpoints.pop()
+            if old.lsn:
+                self._fs.unlink(f"{self._dir}/{checkpoint_name(old.lsn)}")
+        if len(self._checkpoints) < 2:
+            return
+        needless = self._checkpoints[-1].lsn
+        while len(self._segments) > 1 and self.log_nbytes > self._log_keep_nbytes:
+            if self._segments[1].first_lsn - 1 > needless:
+                break
+            self._writer.unlink_segment(self._segments[0].number)
+            self._segments.pop(0)
+        self._fs.sync_dir(self._wal_dir)
+        self._fs.sync_dir(self._dir)
+
+
+def _pieces(run: Run, limit: int) -> Iterator[Run]:
+    """The run in pieces that fit a frame; a blob is never cut."""
+    count = len(run)
+    step = max(1, count * limit // max(1, frame_nbytes([run])))
+    for at in range(0, count, step):
+        yield Run(run.kind, run.records[at : at + step])
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Adjacent runs of one kind as one."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and joined[-1].kind == run.kind:
+            joined[-1] = Run(run.kind, _concatenated(joined[-1].records, run.records))
+        else:
+            joined.append(run)
+    return joined
+
+
+def _concatenated(one: Records, other: Records) -> Records:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one + other
+    arrays: list[npt.NDArray[np.void]] = [np.asarray(one), np.asarray(other)]
+    return np.concatenate(arrays)

@@ -1,0 +1,110 @@
+"""Open-addressing hash index from a digest's key to its row, in one int32 array, batched with numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..block.hashing import KEY_NBYTES, Digests
+
+Rows = npt.NDArray[np.int32]
+"""int32 `[n]`; -1 where there is no row."""
+
+_Words = npt.NDArray[np.uint64]
+
+_FREE = -1
+_GONE = -2
+_MIN_SLOTS = 1024
+
+KEY_MASKS = (np.uint64(2**64 - 1), np.uint64(2**64 - 1))
+"""Bits of each half of a key that count. Tests cut them to prove that a short key gives no wrong hit."""
+
+
+def key_words(digests: Digests) -> tuple[_Words, _Words]:
+    """The two little-endian 64-bit halves of each digest's key."""
+    words = np.ascontiguousarray(digests[:, :KEY_NBYTES]).view("<u8")
+    return words[:, 0] & KEY_MASKS[0], words[:, 1] & KEY_MASKS[1]
+
+
+class KeyIndex:
+    """Rows by key; linear probing, at most half full. The keys themselves stay in the table's columns."""
+
+    def __init__(self) -> None:
+        self._slots = np.full(_MIN_SLOTS, _FREE, dtype=np.int32)
+        self._num_used = 0
+        self._num_live = 0
+
+    def __len__(self) -> int:
+        return self._num_live
+
+    @property
+    def nbytes(self) -> int:
+        return self._slots.nbytes
+
+    def find(self, keys: tuple[_Words, _Words], columns: tuple[_Words, _Words]) -> Rows:
+        """The row of each key, -1 where there is none. `columns` holds the key halves of every row."""
+        found = np.full(len(keys[0]), -1, dtype=np.int32)
+        todo = np.arange(len(found))
+        first, second = keys
+        mask = len(self._slots) - 1
+        at = (first & np.uint64(mask)).astype(np.int64)
+        while todo.size:
+            rows = self._slots[at]
+            match = (rows >= 0) & (columns[0][rows] & KEY_MASKS[0] == first)
+            match &= columns[1][rows] & KEY_MASKS[1] == second
+            found[todo[match]] = rows[match]
+            more = ~match & (rows != _FREE)
+            todo, first, second, at = todo[more], first[more], second[more], (at[more] + 1) & mask
+        return found
+
+    def find_one(self, key: bytes, digests: Digests) -> int:
+        """The row whose digest begins with `key`, -1 if there is none; `digests` is the table's column."""
+        masks = [int(m) for m in KEY_MASKS]
+        words = [int.from_bytes(key[:8], "little") & masks[0], int.from_bytes(key[8:], "little") & masks[1]]
+        mask = len(self._slots) - 1
+        at = words[0] & mask
+        while (row := int(self._slots[at])) != _FREE:
+            if row >= 0:
+                held = digests[row, :KEY_NBYTES].tobytes()
+                if int.from_bytes(held[:8], "little") & masks[0] == words[0] and (
+                    int.from_bytes(held[8:], "little") & masks[1] == words[1]
+                ):
+                    return row
+            at = (at + 1) & mask
+        return -1
+
+    def insert(self, rows: Rows, columns: tuple[_Words, _Words]) -> None:
+        """Add `rows`, whose keys are distinct and not yet in the index; `columns` as in `find`."""
+        if 2 * (self._num_used + len(rows)) > len(self._slots):
+            self._rebuild(len(rows), columns)
+        mask = len(self._slots) - 1
+        todo = rows
+        at = (columns[0][rows] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
+        while todo.size:
+            here = self._slots[at]
+            usable = here < 0
+            self._num_used += int(np.unique(at[here == _FREE]).size)
+            self._slots[at[usable]] = todo[usable]
+            lost = self._slots[at] != todo
+            todo, at = todo[lost], (at[lost] + 1) & mask
+        self._num_live += len(rows)
+
+    def remove(self, rows: Rows, columns: tuple[_Words, _Words]) -> None:
+        """Take out `rows`, all of which are in the index."""
+        mask = len(self._slots) - 1
+        todo = rows
+        at = (columns[0][rows] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
+        while todo.size:
+            mine = self._slots[at] == todo
+            self._slots[at[mine]] = _GONE
+            todo, at = todo[~mine], (at[~mine] + 1) & mask
+        self._num_live -= len(rows)
+
+    def _rebuild(self, num_more: int, columns: tuple[_Words, _Words]) -> None:
+        live = self._slots[self._slots >= 0]
+        size = _MIN_SLOTS
+        while size < 3 * (len(live) + num_more):
+            size *= 2
+        self._slots = np.full(size, _FREE, dtype=np.int32)
+        self._num_used = self._num_live = 0
+        self.insert(live, columns)
