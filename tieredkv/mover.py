@@ -19,7 +19,8 @@ from .residency import Residency, Slots
 from .room import Room, await_copies
 from .table.block_table import BlockTable
 from .table.key_index import Rows
-from .tier.base import EXPECTED_DTYPE, PartStore, Verdict
+from .tier.base import PartStore, Verdict
+from .tier.slab_format import EXPECTED_DTYPE
 from .tier.tensor import TensorTier
 from .units import PAGE_NBYTES
 
