@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 
+from .block.hashing import chain
 from .block.identity import Identity, differences
 from .block.layout import BlockLayout
 from .config import Config
@@ -94,6 +96,8 @@ class TieredCache:
         self._room: Room | None = None
         self._mover: Mover | None = None
         self._hold_anchors()
+        if self._disk is not None and self._state.catalog.removals:
+            self._finish_removal(time.monotonic() + _CLOSE_S)
 
     def _open_disk(self, fs: Fs) -> Disk | None:
         if self._sizes.disk_nbytes == 0:
@@ -122,7 +126,7 @@ class TieredCache:
         self.close()
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device:
         """The torch device of the device tier."""
         return self._sizes.device
 
@@ -204,12 +208,10 @@ class TieredCache:
                     f" one block of this model needs {format_nbytes(need)}: raise the budget"
                 )
 
-    def _memory(self, name: str, nbytes: int, largest: int, device: Any) -> TensorTier:
+    def _memory(self, name: str, nbytes: int, largest: int, device: torch.device | None) -> TensorTier:
         if nbytes < largest:
             raise BadConfig(f"{name}_nbytes={nbytes}: a part of this model needs {largest}; raise the budget")
         cpu = device is None or device.type == "cpu"
-        import torch
-
         return TensorTier(
             name, nbytes, min_chunk_nbytes=largest, device=device or torch.device("cpu"),
             pinned=cpu and self.device.type == "cuda", stream=self._stream,
@@ -240,14 +242,15 @@ class TieredCache:
         )  # fmt: skip
 
         if disk is not None:
-            disk.on_failed_sync = lambda parts: self._give_up(parts)
+            disk.on_failed_sync = self._give_up
+            self._room.trim(Tier.DISK, time.monotonic() + _CLOSE_S)
 
-    def _give_up(self, parts: Sequence[tuple[int, int]]) -> None:
+    def _give_up(self, parts: list[tuple[int, int]]) -> None:
         """A slab failed to sync: what it cannot keep is off the disk until it is spilled again (lock held)."""
         assert self._spiller is not None, "only a disk tier fails to sync"
         self._counters.add("failed_sync_parts", len(parts))
         if parts:
-            self._spiller.drop(list(parts), Cause.FAILED_SYNC)
+            self._spiller.drop(parts, Cause.FAILED_SYNC)
 
     def _parts(self) -> Parts:
         assert self._mover is not None, "tiers are made before namespaces"
@@ -349,8 +352,6 @@ class TieredCache:
 
     def _chain_rows(self, row: SessionRow) -> Rows:
         """Rows of the session's whole blocks, -1 where a block is not there (lock held)."""
-        from .block.hashing import chain
-
         namespace = self._state.catalog.namespaces.get(row.namespace)
         if namespace is None:
             return np.zeros(0, dtype=np.int32)
@@ -432,8 +433,12 @@ class TieredCache:
         if ticket is not None:
             ticket.wait(max(0.0, until - time.monotonic()))
         self._log(REMOVAL, (to_record(removal),), "the removal")
-        if self._disk is not None:
-            self._disk.erase(until)
+        self._finish_removal(until)
+
+    def _finish_removal(self, until: float) -> None:
+        """Erase what a logged removal left on disk; also at open, where a crash cut a removal short."""
+        if self._disk is not None and not self._disk.erase(until):
+            raise SessionError(f"the removal is logged but not all erased: {self._disk.journal.trouble}")
         self._log(REMOVED, (to_record({}),), "the end of the removal")
 
     def _zero(self, parts: Sequence[tuple[int, int]]) -> None:

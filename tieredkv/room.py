@@ -98,6 +98,20 @@ class Room:
             self._let_go(resident, leaving, until)
         return np.concatenate(pieces)
 
+    def trim(self, tier: Tier, until: float) -> None:
+        """Evict until a tier that recovery found above its budget keeps it."""
+        resident = self._residents[tier]
+        while time.monotonic() < until:
+            with self._lock:
+                over = resident.arena.over_budget_nbytes
+                leaving = self._choose(resident, over, ()) if over else []
+                leaving = leaving or (self._choose_chunk(resident, 0) if over else [])
+            if not leaving:
+                break
+            self._let_go(resident, leaving, until)
+        with self._lock:
+            resident.policy.capacity_nbytes = max(resident.arena.budget_nbytes, resident.policy.nbytes)
+
     def _bytes(self, resident: Residency, parts: Parts) -> int:
         return sum(resident.stride_nbytes(row, group) for row, group in parts)
 
