@@ -29,6 +29,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import xxhash
@@ -61,16 +62,18 @@ class CheckpointRef:
     xxh3_128: bytes = bytes(16)
 
 
-@dataclass(frozen=True)
-class LogPosition:
+class LogPosition(NamedTuple):
     """A place in the log: a segment, the last LSN that counts there, and the checksum of the frame it ends.
 
-    The next segment's header holds it, so that segments form one chain. Number 0 is before the log.
+    The next segment's header holds it, so that segments form one chain.
     """
 
-    number: int = 0
-    lsn: int = 0
-    chain: int = 0
+    number: int
+    lsn: int
+    chain: int
+
+
+BEFORE_THE_LOG = LogPosition(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,11 @@ class SegmentHeader:
     salt: bytes = field(default_factory=lambda: os.urandom(16), repr=False)
     checksum: int = 0
 
-    @property
+    @cached_property
     def seed(self) -> int:
         return int.from_bytes(self.salt[:8], "little")
 
-    @property
+    @cached_property
     def marker(self) -> bytes:
         return self.salt[8:]
 
@@ -110,6 +113,10 @@ class FrameHeader(NamedTuple):
     @property
     def last_lsn(self) -> int:
         return self.first_lsn + self.num_records - 1
+
+    @property
+    def frame_nbytes(self) -> int:
+        return FRAME_HEADER_NBYTES + self.nbytes
 
 
 def segment_name(number: int) -> str:
@@ -180,13 +187,13 @@ def encode_frame(
 
 
 def decode_frame_header(header: SegmentHeader, raw: memoryview, room: int) -> FrameHeader | None:
-    """The frame header in `raw`, None if it cannot be one of this segment with `room` bytes left for it."""
+    """The frame header that `raw` begins with, None if it cannot be one with `room` bytes left for it."""
     if len(raw) < FRAME_HEADER_NBYTES:
         return None
     frame = FrameHeader._make(_FRAME.unpack_from(raw))
-    if frame.marker != header.marker or frame.nbytes % FRAME_ALIGN:
+    if frame.marker != header.marker or frame.nbytes % FRAME_ALIGN or frame.frame_nbytes > room:
         return None
-    return frame if FRAME_HEADER_NBYTES + frame.nbytes <= room else None
+    return frame
 
 
 def frame_verifies(header: SegmentHeader, frame: FrameHeader, raw: memoryview) -> bool:

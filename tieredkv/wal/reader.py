@@ -11,6 +11,7 @@ there was once synced: the log is corrupt. Above it, a crash tore the end, or da
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,7 @@ from ..errors import CorruptFormat, NewerFormat
 from ..system import File, Fs
 from ..units import PAGE_NBYTES, MiB
 from .format import (
+    BEFORE_THE_LOG,
     FRAME_ALIGN,
     FRAME_HEADER_NBYTES,
     HEADER_NBYTES,
@@ -100,8 +102,8 @@ class Frame(NamedTuple):
 
     def runs(self) -> list[PackedRun]:
         """Its runs; raises CorruptFormat where they are not what the header counts."""
-        runs = list(split_runs(self.body))
-        num_records = sum(run.num_records for run in runs)
+        runs = split_runs(self.body)
+        num_records = sum([run.num_records for run in runs])
         if num_records != self.header.num_records:
             raise CorruptFormat(f"{num_records} records in a frame of {self.header.num_records}")
         return runs
@@ -148,28 +150,35 @@ def _is_blank(file: File) -> bool:
 class SegmentReader:
     """Reads the frames of one segment in bounded memory.
 
-    `position` and `offset` are the place reached: behind the last frame accepted.
+    `last_lsn`, `chain` and `offset` are the place reached: behind the last frame accepted.
     """
 
     def __init__(self, fs: Fs, wal_dir: str, header: SegmentHeader) -> None:
         """Raises OSError where the file cannot be opened."""
         self.header = header
-        self.position = LogPosition(header.number, header.first_lsn - 1, header.checksum)
+        self.last_lsn = header.first_lsn - 1
+        self.chain = header.checksum
         self.offset = HEADER_NBYTES
         self._file = fs.open_file(f"{wal_dir}/{segment_name(header.number)}")
         self._nbytes = min(self._file.nbytes(), header.segment_nbytes)
         self._window = _Window(self._file, self._nbytes)
 
+    @property
+    def position(self) -> LogPosition:
+        """The place reached, as the next segment's header would name it."""
+        return LogPosition(self.header.number, self.last_lsn, self.chain)
+
     def peek(self) -> Frame | None:
         """The frame at the place reached, None if none there verifies and continues the chain."""
         frame = self._frame_at(self.offset)
-        if frame is None or frame.header.previous != self.position.chain:
+        if frame is None or frame.header.previous != self.chain:
             return None
-        return frame if frame.header.first_lsn == self.position.lsn + 1 else None
+        return frame if frame.header.first_lsn == self.last_lsn + 1 else None
 
     def accept(self, frame: Frame) -> None:
         """Move the place reached behind `frame`."""
-        self.position = LogPosition(self.header.number, frame.header.last_lsn, frame.header.checksum)
+        self.last_lsn = frame.header.last_lsn
+        self.chain = frame.header.checksum
         self.offset = frame.end_offset
 
     def frames(self) -> Iterator[Frame]:
@@ -194,14 +203,17 @@ class SegmentReader:
         return self._window.end_of_data(self.offset) - self.offset
 
     def _frame_at(self, offset: int) -> Frame | None:
-        head = self._window.view(offset, FRAME_HEADER_NBYTES)
-        frame = decode_frame_header(self.header, head, self._nbytes - offset)
-        if frame is None:
+        raw = self._window.tail(offset, FRAME_HEADER_NBYTES)
+        header = decode_frame_header(self.header, raw, self._nbytes - offset)
+        if header is None:
             return None
-        raw = self._window.view(offset, FRAME_HEADER_NBYTES + frame.nbytes)
-        if not frame_verifies(self.header, frame, raw):
+        nbytes = header.frame_nbytes
+        if nbytes > len(raw):
+            raw = self._window.tail(offset, nbytes)
+        raw = raw[:nbytes]
+        if not frame_verifies(self.header, header, raw):
             return None
-        return Frame(frame, offset, raw[FRAME_HEADER_NBYTES:])
+        return Frame(header, offset, raw[FRAME_HEADER_NBYTES:])
 
     def close(self) -> None:
         self._file.close()
@@ -229,7 +241,7 @@ class LogRead:
         self.after_lsn = self.last_lsn = after_lsn
         self.damage = [f"segment {s.number}: {s.trouble}" for s in self._lost]
         self.line = self._find_line(newest)
-        self.position = self.line[0].previous if self.line else LogPosition()
+        self.position = self.line[0].previous if self.line else BEFORE_THE_LOG
         headers = self._headers.values()
         self.durable_lsn = max([after_lsn, *(max(h.durable_lsn, h.previous.lsn) for h in headers)])
         # a segment without its header holds fewer records than bytes
@@ -295,13 +307,12 @@ class LogRead:
                     return self._conclude(self._stop(reader, cut is not None))
         return self._conclude(LogEnd())
 
-    def _segment_runs(
-        self, reader: SegmentReader, cut: LogPosition | None
-    ) -> Iterator[tuple[int, PackedRun]]:
+    def _segment_runs(self, reader: SegmentReader, cut: LogPosition | None) -> Iterator[_PackedAt]:
         """The runs of one segment, up to `cut` if another follows it."""
-        while reader.position != cut:
+        cut_lsn, cut_chain = (cut.lsn, cut.chain) if cut else (sys.maxsize, None)
+        while reader.chain != cut_chain:
             frame = reader.peek() or self._past_vouched_damage(reader)
-            if frame is None or (cut is not None and frame.header.last_lsn > cut.lsn):
+            if frame is None or frame.header.last_lsn > cut_lsn:
                 return
             runs = self._runs_of(frame)
             if runs is None:
@@ -325,7 +336,7 @@ class LogRead:
 
     def _past_vouched_damage(self, reader: SegmentReader) -> Frame | None:
         """Where the checkpoint holds everything that damage took, the first good frame behind it."""
-        reached = reader.position.lsn
+        reached = reader.last_lsn
         if reached >= self.after_lsn:
             return None
         for frame in reader.stray_frames():
@@ -336,8 +347,10 @@ class LogRead:
         return None
 
     def _see(self, frame: FrameHeader) -> None:
-        self.durable_lsn = max(self.durable_lsn, frame.durable_lsn)
-        self.seen_lsn = max(self.seen_lsn, frame.last_lsn, frame.durable_lsn)
+        if frame.durable_lsn > self.durable_lsn:
+            self.durable_lsn = frame.durable_lsn
+        if frame.last_lsn > self.seen_lsn:
+            self.seen_lsn = frame.last_lsn
 
     def _stop(self, reader: SegmentReader, more_follows: bool) -> LogEnd:
         """Name the end that `reader` has come to. What lies behind it counts as seen, and no more."""
@@ -359,6 +372,7 @@ class LogRead:
             self.damage.append(
                 f"the log is {end}: reached LSN {self.last_lsn}, synced was {self.durable_lsn}"
             )
+        self.seen_lsn = max(self.seen_lsn, self.durable_lsn)
         self.end = end
 
     def _see_all(self, header: SegmentHeader) -> None:
@@ -406,17 +420,17 @@ class _Window:
         self._data = bytearray()
         self._view = memoryview(self._data)
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """`nbytes` from `offset` on, fewer only at the end. Valid for as long as it is held."""
+    def tail(self, offset: int, nbytes: int) -> memoryview:
+        """At least `nbytes` from `offset` on, fewer only at the end. Valid for as long as it is held."""
         at = offset - self._start
         if at < 0 or at + nbytes > len(self._data):
             self._fill(offset, nbytes)
             at = 0
-        return self._view[at : at + nbytes]
+        return self._view[at:]
 
     def find(self, pattern: bytes, offset: int) -> int | None:
         """Where `pattern` first lies at or after `offset`."""
-        while len(self.view(offset, len(pattern))) == len(pattern):
+        while len(self.tail(offset, len(pattern))) >= len(pattern):
             at = self._data.find(pattern, offset - self._start)
             if at >= 0:
                 return self._start + at
@@ -427,7 +441,7 @@ class _Window:
         """Just behind the last byte from `offset` on that is not zero; `offset` if all are."""
         end = offset
         for start in range(offset, self._nbytes, _WINDOW_NBYTES):
-            data = bytes(self.view(start, _WINDOW_NBYTES)).rstrip(b"\0")
+            data = bytes(self.tail(start, _WINDOW_NBYTES)[:_WINDOW_NBYTES]).rstrip(b"\0")
             end = start + len(data) if data else end
         return end
 

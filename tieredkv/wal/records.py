@@ -119,12 +119,13 @@ def encode_runs(runs: Sequence[Run], into: memoryview) -> None:
     assert at == len(into), f"runs fill {at} bytes of {len(into)}"
 
 
-def split_runs(body: memoryview) -> Iterator[PackedRun]:
+def split_runs(body: memoryview) -> list[PackedRun]:
     """The runs in a frame's body, in order, with lengths that add up.
 
     Raises:
         CorruptFormat: lengths or kinds that cannot be.
     """
+    runs = []
     at, end = 0, len(body)
     while at < end:
         if end - at < _RUN.size:
@@ -136,8 +137,9 @@ def split_runs(body: memoryview) -> Iterator[PackedRun]:
         run = PackedRun(kind, num_records, body[at : at + nbytes])
         if kind not in DTYPES:
             _check_blobs(run)
-        yield run
+        runs.append(run)
         at += _aligned(nbytes)
+    return runs
 
 
 def join_runs(packed: Sequence[PackedRun]) -> Run:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ..system import File, Fs
 from .format import (
+    BEFORE_THE_LOG,
     HEADER_NBYTES,
     MAX_SEGMENT_NBYTES,
     CheckpointRef,
@@ -41,7 +42,7 @@ class LogWriter:
         *,
         segment_nbytes: int,
         next_number: int = 1,
-        position: LogPosition = LogPosition(),  # noqa: B008  (frozen)
+        position: LogPosition = BEFORE_THE_LOG,
     ) -> None:
         assert HEADER_NBYTES < segment_nbytes <= MAX_SEGMENT_NBYTES, f"a segment of {segment_nbytes} bytes"
         self._fs = fs
