@@ -11,6 +11,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+EXPECTED_DTYPE = np.dtype(
+    [
+        ("namespace", "u1", 32),
+        ("digest", "u1", 32),
+        ("put_seq", "<u8"),
+        ("checksum", "<u8"),
+        ("group", "u1"),
+    ]
+)
+"""What the block table says a slot holds; a read compares the slot with it."""
+
 
 class Verdict(Enum):
     """What a read of one part found; only `OK` leaves bytes that may be used."""

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from .slab_format import (
     Headers,
     address_of,
     aligned_bytes,
-    matches,
+    judge,
     new_headers,
     parse_slab_name,
     seal,
@@ -128,10 +129,7 @@ class SlabStore:
         self._reserve(part_nbytes, pieces)
         Batch(
             self._writers,
-            [
-                lambda piece=piece: self._write_piece(part_nbytes, piece, headers, payloads)  # type: ignore[misc]
-                for piece in pieces
-            ],
+            [partial(self._write_piece, part_nbytes, piece, headers, payloads) for piece in pieces],
         ).wait()
         self._close_idle(pieces)
         return np.array(headers["checksum"], np.uint64)
@@ -158,10 +156,7 @@ class SlabStore:
 
         found = Batch(
             self._readers,
-            [
-                lambda piece=piece: self._read_piece(part_nbytes, piece, expected, into)  # type: ignore[misc]
-                for piece in pieces
-            ],
+            [partial(self._read_piece, part_nbytes, piece, expected, into) for piece in pieces],
             piece_late,
         ).wait(timeout_s)
         self._close_idle(pieces)
@@ -343,7 +338,7 @@ class SlabStore:
             return read_one or [Verdict.UNREADABLE]
         if num_read < piece.count:
             piece.slab.trouble = OSError(errno.EIO, "the file ends before the slot does", piece.slab.name)
-        verdicts = _judge(headers[:num_read], expected[piece.items][:num_read], parts, part_nbytes)
+        verdicts = judge(headers[:num_read], expected[piece.items][:num_read], parts, part_nbytes)
         return verdicts + [Verdict.UNREADABLE] * (piece.count - num_read)
 
     def _fetch(
@@ -417,24 +412,6 @@ class _Scratch(threading.local):
         if self._bytes.size < count * slot_nbytes:
             self._bytes = aligned_bytes(count * slot_nbytes)
         return self._bytes[: count * slot_nbytes].reshape(count, slot_nbytes)
-
-
-def _judge(
-    headers: Headers, expected: npt.NDArray[Any], parts: Sequence[memoryview], part_nbytes: int
-) -> list[Verdict]:
-    """What slots that were read hold, against what they should. The one place where bytes become a hit."""
-    sound = valid(headers)
-    ours = sound & matches(headers, expected)
-    whole = ours & (headers["payload_nbytes"] == part_nbytes) & (headers["codec"] == 0)
-    verdicts = [
-        Verdict.OTHER if good and not mine else Verdict.CORRUPT
-        for good, mine in zip(sound, ours, strict=True)
-    ]
-    checksums = expected["checksum"]
-    for number in np.flatnonzero(whole).tolist():
-        if xxhash.xxh3_64_intdigest(parts[number]) == checksums[number]:
-            verdicts[number] = Verdict.OK
-    return verdicts
 
 
 def _without_blanks(part_nbytes: int, numbers: npt.NDArray[np.int64], headers: Headers) -> HeaderBatch:

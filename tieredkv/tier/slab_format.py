@@ -37,6 +37,8 @@ import xxhash
 
 from ..errors import CorruptFormat
 from ..units import PAGE_NBYTES
+from .base import EXPECTED_DTYPE as EXPECTED_DTYPE
+from .base import Verdict
 
 SLOT_HEADER_NBYTES = PAGE_NBYTES
 VERSION = 1
@@ -83,17 +85,6 @@ HEADER_DTYPE = np.dtype(
         "itemsize": SLOT_HEADER_NBYTES,
     }
 )
-
-EXPECTED_DTYPE = np.dtype(
-    [
-        ("namespace", "u1", 32),
-        ("digest", "u1", 32),
-        ("put_seq", "<u8"),
-        ("checksum", "<u8"),
-        ("group", "u1"),
-    ]
-)
-"""What the block table says a slot holds; a read compares the slot with it."""
 
 Headers = npt.NDArray[Any]
 """`HEADER_DTYPE[n]`."""
@@ -195,6 +186,21 @@ def matches(headers: Headers, expected: npt.NDArray[Any]) -> npt.NDArray[np.bool
     for name in ("namespace", "digest"):
         same &= (headers[name] == expected[name]).all(axis=1)
     return same
+
+
+def judge(
+    headers: Headers, expected: npt.NDArray[Any], payloads: Sequence[memoryview], part_nbytes: int
+) -> list[Verdict]:
+    """What slots that were read hold, against what they should. The one place where bytes become a hit."""
+    sound = valid(headers)
+    ours = sound & matches(headers, expected)
+    whole = ours & (headers["payload_nbytes"] == part_nbytes) & (headers["codec"] == 0)
+    verdicts = [Verdict.OTHER if good else Verdict.CORRUPT for good in (sound & ~ours).tolist()]
+    checksums = expected["checksum"]
+    for number in np.flatnonzero(whole).tolist():
+        if xxhash.xxh3_64_intdigest(payloads[number]) == checksums[number]:
+            verdicts[number] = Verdict.OK
+    return verdicts
 
 
 def expected_of(headers: Headers) -> npt.NDArray[Any]:

@@ -82,7 +82,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
@@ -107,7 +107,7 @@ class _CudaTicket:
         self.event = event
 
     def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())
 
     def wait(self, timeout_s: float) -> bool:
         """CUDA has no wait with a bound, so this asks again, ever less often, up to each millisecond."""

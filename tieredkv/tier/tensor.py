@@ -146,4 +146,4 @@ def _pin(buffer: torch.Tensor) -> str | None:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()

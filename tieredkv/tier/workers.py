@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class Batch(Generic[T]):
         self._began = [False] * len(jobs)
         self._expired = False
         for number in range(len(jobs)):
-            workers.submit(lambda number=number: self._run(number))  # type: ignore[misc]
+            workers.submit(partial(self._run, number))
 
     def wait(self, timeout_s: float | None = None) -> list[T | None]:
         """Each job's result, None for those not done within `timeout_s`.
