@@ -12,6 +12,7 @@ import errno
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import lmdb
@@ -111,9 +112,7 @@ class LmdbStore:
         found = Batch(
             self._readers,
             [
-                lambda piece=piece: self._read_piece(
-                    part_nbytes, numbers[piece], expected[piece], into[piece]
-                )  # type: ignore[misc]
+                partial(self._read_piece, part_nbytes, numbers[piece], expected[piece], into[piece])
                 for piece in pieces
             ],
             piece_late,
@@ -313,19 +312,17 @@ class LmdbStore:
         self._failed = None
 
     def _opened(self) -> Any:
-        """An environment whose file holds every page that its root names.
+        """The environment; its file, if it was cut short, filled up with zeros that no check will pass.
 
         Raises:
-            lmdb.Error: it is not such a file.
+            lmdb.Error: not a file of LMDB's.
         """
-        file_path = f"{self._path}/{PAYLOAD_NAME}"
-        env = lmdb.open(
-            file_path, subdir=False, map_size=self._map_nbytes, readahead=False, mode=0o600, max_readers=64
-        )
-        needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        if self._fs.file_nbytes(file_path) < needed:
-            env.close()
-            raise lmdb.CorruptedError(f"the file is shorter than the {needed} bytes it should have")
+        path = f"{self._path}/{PAYLOAD_NAME}"
+        env = lmdb.open(path, subdir=False, map_size=self._map_nbytes, readahead=False, mode=0o600)
+        missing = (env.info()["last_pgno"] + 1) * env.stat()["psize"] - self._fs.file_nbytes(path)
+        if missing > 0:
+            with contextlib.closing(self._fs.open_file(path, writable=True)) as file:
+                file.allocate(file.nbytes(), missing)
         self._fs.sync_dir(self._path)
         return env
 
