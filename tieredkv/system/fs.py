@@ -259,6 +259,7 @@ class OsFs:
     def open_file(
         self, path: str, *, create: bool = False, writable: bool = False, direct: bool = False
     ) -> OsFile:
+        writable = writable or create
         if direct and _O_DIRECT:
             fd = self._try_direct(path, create, writable)
             if fd is not None:
@@ -275,7 +276,7 @@ class OsFs:
                 raise
             return None
         try:
-            _probe_direct(fd, writable or create)
+            _probe_direct(fd, writable)
         except OSError:
             os.close(fd)
             return None
@@ -288,7 +289,7 @@ class OsFs:
 def _open_regular(path: str, create: bool, writable: bool, extra: int) -> int:
     # O_NONBLOCK: opening a fifo must not wait for its other end; regular files ignore it
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | extra
-    flags |= os.O_RDWR if writable or create else os.O_RDONLY
+    flags |= os.O_RDWR if writable else os.O_RDONLY
     fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
