@@ -1,0 +1,103 @@
+"""Tiny random models of real configuration classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as T
+
+BASE: dict[str, Any] = {
+    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+
+def build(config: Any, kind: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():  # random weights as they come give flat logits
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(4.0)
+    model.generation_config.eos_token_id = None
+    return model.to(dtype)
+
+
+def llama(**kw: Any) -> Any:
+    return build(T.LlamaConfig(**{**BASE, **kw}), T.LlamaForCausalLM)
+
+
+def qwen3(**kw: Any) -> Any:
+    return build(T.Qwen3Config(**{**BASE, "head_dim": 16, **kw}), T.Qwen3ForCausalLM)
+
+
+def gpt2(**kw: Any) -> Any:
+    config = T.GPT2Config(
+        vocab_size=264, n_embd=64, n_layer=4, n_head=4, n_positions=1024, pad_token_id=0, **kw
+    )
+    return build(config, T.GPT2LMHeadModel)
+
+
+def mistral(window: int = 40, **kw: Any) -> Any:
+    return build(T.MistralConfig(**{**BASE, "sliding_window": window, **kw}), T.MistralForCausalLM)
+
+
+def gemma3(window: int = 8, **kw: Any) -> Any:
+    own = {"head_dim": 16, "sliding_window": window, "layer_types": ALTERNATING}
+    return build(T.Gemma3TextConfig(**{**BASE, **own, **kw}), T.Gemma3ForCausalLM)
+
+
+def gemma4(window: int = 8, **kw: Any) -> Any:
+    own = {
+        "head_dim": 16, "global_head_dim": 16, "sliding_window": window, "layer_types": ALTERNATING,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 264,
+    }  # fmt: skip
+    return build(T.Gemma4TextConfig(**{**BASE, **own, **kw}), T.Gemma4ForCausalLM)
+
+
+def gpt_oss(window: int = 40, **kw: Any) -> Any:
+    own = {"head_dim": 16, "sliding_window": window, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return build(T.GptOssConfig(**{**BASE, **own, **kw}), T.GptOssForCausalLM)
+
+
+def deepseek_v3(**kw: Any) -> Any:
+    own = {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    return build(T.DeepseekV3Config(**{**BASE, **own, **kw}), T.DeepseekV3ForCausalLM)
+
+
+FAMILIES = {
+    "llama": llama, "qwen3": qwen3, "gpt2": gpt2, "mistral": mistral, "gemma3": gemma3,
+    "gemma4": gemma4, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3,
+}  # fmt: skip
+WINDOWED = ("mistral", "gemma3", "gemma4", "gpt_oss")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = CHAT_TEMPLATE) -> Any:
+    """A tokenizer of bytes: ids 0 to 7 are special, 8 + b is byte b."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<unk>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(special + letters)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(t, special=True) for t in special])
+    fast = T.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
+        additional_special_tokens=special[3:7],
+    )  # fmt: skip
+    fast.chat_template = template
+    return fast

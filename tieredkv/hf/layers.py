@@ -1,0 +1,285 @@
+"""Cache layers whose states grow in place, and that keep the window parts of wanted boundaries.
+
+Stock layers copy all they hold for every decoded token. Here `keys` and `values` are views of buffers allocated
+ahead; whatever replaces those attributes (crop, beam reorder, batch selection) is noticed by its storage and
+taken up again at the next update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import BadInput, Unsupported
+
+_STATE_NAMES = ("keys", "values")
+_LEAST_SPARE = 64
+
+
+class StateBuffer:
+    """Allocated space `[B, H, capacity, D]` that one tensor of states lies in."""
+
+    def __init__(self, like: torch.Tensor, capacity: int) -> None:
+        batch, heads, _, width = like.shape
+        self.room = like.new_empty((batch, heads, capacity, width))
+
+    @property
+    def capacity(self) -> int:
+        return self.room.shape[2]
+
+    def append(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        """`held` followed by `new` as one view, in place; None if `held` lies elsewhere or the end is reached."""
+        start = self.start_of(held)
+        end = held.shape[2] + new.shape[2]
+        if start is None or start + end > self.capacity:
+            return None
+        self.room[:, :, start + held.shape[2] : start + end] = new
+        return self.room[:, :, start : start + end]
+
+    def load(self, held: torch.Tensor) -> torch.Tensor:
+        """A copy of `held` at the front of the buffer, as a view."""
+        front = self.room[:, :, : held.shape[2]]
+        front.copy_(held.clone() if self.start_of(held) is not None else held)
+        return front
+
+    def fits(self, held: torch.Tensor, num_tokens: int) -> bool:
+        """Whether states shaped and typed like `held` and `num_tokens` long can lie here."""
+        same = held.shape[:2] == self.room.shape[:2] and held.device == self.room.device
+        # Tensors made under inference mode may not be written outside it.
+        writable = torch.is_inference_mode_enabled() or not self.room.is_inference()
+        return same and writable and num_tokens <= self.capacity
+
+    def start_of(self, held: torch.Tensor) -> int | None:
+        """The token at which `held` begins as a view of this buffer, or None if it is no such view."""
+        if held.untyped_storage().data_ptr() != self.room.untyped_storage().data_ptr():
+            return None
+        if held.stride() != self.room.stride() or not self.fits(held, held.shape[2]):
+            return None
+        return (held.storage_offset() - self.room.storage_offset()) // self.room.stride(2)
+
+
+class GrowingMixin:
+    """What both layers share: buffers by state name, and how a state grows by new tokens."""
+
+    keys: Any  # a tensor once initialised, as in the stock layers
+    values: Any
+    is_initialized: bool
+    is_compileable = False
+
+    def reserve(self, name: str, states: torch.Tensor, capacity: int) -> torch.Tensor:
+        """A buffer of `capacity` tokens for `name`, like `states` `[B, H, *, D]`; returns all of its space."""
+        buffer = StateBuffer(states, capacity)
+        self._buffers()[name] = buffer
+        return buffer.room
+
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.room.nbytes for buffer in self._buffers().values())
+
+    def reset(self) -> None:
+        """Drop all states."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._buffers().clear()
+
+    def _buffers(self) -> dict[str, StateBuffer]:
+        buffers: dict[str, StateBuffer] = self.__dict__.setdefault("buffers", {})
+        return buffers
+
+    def _held(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        """What is held of `name`, checked against what is to follow it."""
+        if torch.is_grad_enabled() and new.requires_grad:
+            raise Unsupported("a cache of tieredkv keeps no gradients: run the forward under torch.no_grad()")
+        held: torch.Tensor = getattr(self, name)
+        if held.numel() == 0:
+            return new[:, :, :0]
+        if held.dtype != new.dtype:
+            raise BadInput(
+                f"{name} of dtype {new.dtype} cannot follow {held.dtype}: the model's dtype changed"
+            )
+        return held
+
+
+class FullLayer(GrowingMixin, DynamicLayer):  # type: ignore[misc]
+    """All keys and values since the first token, `[B, H, S, D]`, growing in place."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `[B, H, q, D]` and return everything, as views."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._grown("keys", key_states)
+        self.values = self._grown("values", value_states)
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        removed = num_removed(tokens_to_remove)
+        if removed and self.is_initialized:
+            length = max(0, self.get_seq_length() - removed)
+            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+
+    def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        held = self._held(name, new)
+        buffer = self._buffers().get(name)
+        grown = buffer.append(held, new) if buffer else None
+        if grown is None:
+            length = held.shape[2] + new.shape[2]
+            if buffer is None or not buffer.fits(new, length):
+                self.reserve(name, new, spacious(length))
+                buffer = self._buffers()[name]
+            grown = buffer.append(buffer.load(held), new)
+            assert grown is not None, f"{length} tokens do not fit a buffer of {buffer.capacity}"
+        return grown
+
+
+class WindowLayer(GrowingMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """The last tokens of a sliding-window layer, and the window parts of wanted boundaries.
+
+    Attention sees the window; `keys` and `values` hold `num_kept` tokens, so that a block boundary just passed
+    still has its window parts at hand and a short rollback needs no recording.
+
+    Args:
+        sliding_window: W: a query sees itself and the W-1 tokens before it.
+        num_kept: tokens to hold, at least W-1.
+        num_needed: tokens before a boundary that its window parts cover.
+    """
+
+    def __init__(self, sliding_window: int, num_kept: int, num_needed: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        assert num_kept >= max(sliding_window - 1, num_needed), (
+            f"{num_kept} kept of a window of {sliding_window}"
+        )
+        self.num_kept = num_kept
+        self.num_needed = num_needed
+        self.wanted: set[int] = set()
+        self.captured: dict[int, dict[str, torch.Tensor]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `[B, H, q, D]` and return the window before it and itself."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        visible = min(self.cumulative_length, self.sliding_window - 1) + key_states.shape[2]
+        self.keys = self._grown("keys", key_states)
+        self.values = self._grown("values", value_states)
+        self.cumulative_length += key_states.shape[2]
+        seen = self.keys[:, :, -visible:], self.values[:, :, -visible:]
+        self._capture()
+        if not self.record_past:
+            self._trim()
+        return seen
+
+    def restored(self, num_tokens: int) -> None:
+        """State that what `keys` and `values` were set to are the last of `num_tokens` tokens."""
+        self.cumulative_length = num_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, and end what `activate_past_recording` gathered.
+
+        Raises:
+            BadInput: the window before the new end is no longer held.
+        """
+        removed = num_removed(tokens_to_remove)
+        if not self.is_initialized:
+            return
+        if not self.can_crop(removed):
+            raise BadInput(f"cannot remove {removed} tokens: tokens before {self._first} are no longer held")
+        length = max(0, self.keys.shape[2] - removed)
+        self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
+        self.cumulative_length = max(0, int(self.cumulative_length) - removed)
+        self.captured = {b: parts for b, parts in self.captured.items() if b <= self.cumulative_length}
+        self._trim()
+
+    def can_crop(self, removed: int) -> bool:
+        """Whether the window is still whole once the last `removed` tokens are gone."""
+        end = max(0, self.cumulative_length - removed)
+        return bool(self._first <= max(0, end - (self.sliding_window - 1)))
+
+    def window_before(self, boundary: int) -> dict[str, torch.Tensor] | None:
+        """Keys and values `[B, H, n, D]` of the tokens that `boundary` needs before it, or None if gone."""
+        if boundary in self.captured:
+            return self.captured[boundary]
+        first = max(0, boundary - self.num_needed)
+        if not self.is_initialized or first < self._first or boundary > self.cumulative_length:
+            return None
+        here = slice(first - self._first, boundary - self._first)
+        return {name: getattr(self, name)[:, :, here] for name in _STATE_NAMES}
+
+    def reset(self) -> None:
+        super().reset()
+        self.cumulative_length = 0
+        self.captured.clear()
+
+    @property
+    def _first(self) -> int:
+        """The first token that is held."""
+        held = self.keys.shape[2] if self.is_initialized and self.keys.numel() else 0
+        return int(self.cumulative_length) - held
+
+    def _capture(self) -> None:
+        for boundary in self.wanted - self.captured.keys():
+            parts = self.window_before(boundary)
+            if parts is not None:
+                self.captured[boundary] = {name: states.clone() for name, states in parts.items()}
+
+    def _trim(self) -> None:
+        """Let go of what is older than `num_kept` tokens, and of the tensor of a long prefill with it."""
+        if self.keys.shape[2] > self.num_kept:
+            for name in _STATE_NAMES:
+                held = getattr(self, name)[:, :, -self.num_kept :]
+                buffer = self._buffers().get(name)
+                lies_there = buffer is not None and buffer.start_of(held) is not None
+                setattr(self, name, held if lies_there else self._buffer_for(name, held, 0).load(held))
+
+    def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        held = self._held(name, new)
+        buffer = self._buffers().get(name)
+        grown = buffer.append(held, new) if buffer else None
+        if grown is not None:
+            return grown
+        if held.shape[2] + new.shape[2] > self._most:
+            return torch.cat([held, new], dim=2)
+        buffer = self._buffer_for(name, held, new.shape[2])
+        grown = buffer.append(buffer.load(held), new)
+        assert grown is not None, f"{held.shape[2]} + {new.shape[2]} tokens do not fit {buffer.capacity}"
+        return grown
+
+    @property
+    def _most(self) -> int:
+        """The largest buffer: twice what is kept, so that a shift to its front is rare and never overlaps."""
+        return 2 * self.num_kept + _LEAST_SPARE
+
+    def _buffer_for(self, name: str, held: torch.Tensor, num_new: int) -> StateBuffer:
+        """A buffer for `held` and `num_new` tokens: the present one if they fit, else a larger one."""
+        length = held.shape[2] + num_new
+        buffer = self._buffers().get(name)
+        if buffer is None or not buffer.fits(held, length):
+            self.reserve(name, held, min(self._most, spacious(length)))
+        return self._buffers()[name]
+
+
+def spacious(num_tokens: int) -> int:
+    """How large a buffer for `num_tokens` is made, so that growing costs a constant number of copies a token."""
+    return num_tokens + max(_LEAST_SPARE, num_tokens // 2)
+
+
+def num_removed(tokens_to_remove: Any) -> int:
+    """How many tokens a `crop` takes away; transformers passes it negative, at times as a tensor.
+
+    Raises:
+        BadInput: positive, which once meant a length and is refused by transformers too.
+    """
+    if int(tokens_to_remove) > 0:
+        raise BadInput(f"crop takes minus the number of tokens to remove, not {int(tokens_to_remove)}")
+    return -int(tokens_to_remove)
+
+
+def check_lengths(layers: Iterable[FullLayer | WindowLayer]) -> set[int]:
+    """The lengths, in tokens, that the layers have reached; more than one after a forward that failed."""
+    return {int(layer.get_seq_length()) for layer in layers}

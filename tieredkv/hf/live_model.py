@@ -1,0 +1,69 @@
+"""A live model bound to an open cache: its facts and namespace as long as it stays what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..cache import TieredCache
+from ..namespace import Namespace
+from .capture import CapturingCache
+from .identity import ModelFacts, cache_argument, fingerprint, inner_model, read_model, rehash
+
+
+class LiveModel:
+    """Notices when the model is no longer the one that was described: other weights, config, dtype, adapter.
+
+    Attributes:
+        cache_name: what the model's forward calls its cache.
+    """
+
+    def __init__(self, kv: TieredCache, model: Any, salt: str = "") -> None:
+        self.kv = kv
+        self.model = model
+        self.cache_name = cache_argument(model)
+        self._salt = salt
+        self._mark = b""
+        self._facts: ModelFacts
+        self._space: Namespace
+        self.refresh()
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def space(self) -> Namespace:
+        return self._space
+
+    @property
+    def block_size(self) -> int:
+        return self._facts.layout.block_size
+
+    @property
+    def device(self) -> Any:
+        return inner_model(self.model).device
+
+    def refresh(self) -> bool:
+        """Describe the model again if it changed; True if its namespace is another one now.
+
+        Raises:
+            Unsupported: it became a model whose KV cannot be kept.
+        """
+        mark = fingerprint(self.model)
+        if mark == self._mark:
+            return False
+        before = self._space.digest if self._mark else None
+        self._facts = read_model(self.model, self.kv.config.block_size, self._salt)
+        self._space = self.kv.namespace(self._facts.identity, self._facts.layout)
+        self._mark = mark
+        return before is not None and before != self._space.digest
+
+    def rehash(self) -> None:
+        """Hash every weight again: needed after writing a parameter through `.data`."""
+        rehash(self.model)
+        self._mark = b""
+        self.refresh()
+
+    def new_cache(self) -> CapturingCache:
+        """An empty cache whose blocks go to the present namespace."""
+        return CapturingCache(self.model, self._facts, self._space)

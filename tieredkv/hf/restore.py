@@ -1,0 +1,77 @@
+"""Fills a fresh cache with a stored prefix.
+
+States go into the layers by their attributes, never through `update`: a window layer would count only the
+tokens it was given. The cache that is filled is always a new one, so a restore that fails leaves nothing
+wrong behind; it is a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..namespace import Namespace
+from ..prefix import Prefix
+from .capture import CapturingCache, Tokens
+from .layers import WindowLayer, spacious
+
+_STATE_NAMES = ("keys", "values")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore gave: tokens by the tier they were read from, why not more, and how long it took."""
+
+    num_tokens: int
+    by_tier: Mapping[str, int]
+    reason: str
+    detail: str
+    seconds: float
+
+
+def restore(space: Namespace, cache: CapturingCache, tokens: Tokens, num_coming: int) -> Restored:
+    """Fill the empty `cache` with the longest restorable prefix of `tokens`, at least one token short of it.
+
+    Args:
+        num_coming: tokens that will follow the prefix: full layers get room for them, so that the first
+            forward copies nothing.
+    """
+    assert cache.num_tokens == 0, f"a restore goes into an empty cache, this one holds {cache.num_tokens}"
+    began = time.perf_counter()
+    with space.load(tokens) as prefix:
+        num_tokens = prefix.num_tokens
+        assert num_tokens < len(tokens), (
+            f"a prefix of {num_tokens} leaves nothing to compute of {len(tokens)}"
+        )
+        if num_tokens:
+            _fill(cache, prefix, num_tokens + num_coming)
+            cache.restored(tokens[:num_tokens])
+    seconds = time.perf_counter() - began
+    return Restored(num_tokens, dict(prefix.by_tier), str(prefix.reason), prefix.detail, seconds)
+
+
+def _fill(cache: CapturingCache, prefix: Prefix, capacity: int) -> None:
+    """All tensors of all layers in one pass over the parts, each straight to its place."""
+    outs: dict[tuple[int, str], torch.Tensor] = {}
+    states: list[tuple[Any, str, torch.Tensor]] = []
+    for facts in cache.facts.layers:
+        layer = cache.layers[facts.index]
+        length = prefix.num_tokens - prefix.first_token(facts.index)
+        for spec in facts.specs():
+            heads, _, width = spec.shape
+            like = torch.empty((1, heads, 0, width), dtype=spec.torch_dtype, device=facts.device)
+            room = spacious(length) if isinstance(layer, WindowLayer) else spacious(capacity)
+            held = layer.reserve(spec.name, like, room)[:, :, :length]
+            outs[facts.index, spec.name] = held[0]
+            states.append((layer, spec.name, held))
+    prefix.gather_into(outs)
+    for layer, name, held in states:
+        if name == _STATE_NAMES[0]:
+            layer.lazy_initialization(held[:, :, :0], held[:, :, :0])
+        setattr(layer, name, held)
+    for window_layer in cache.window_layers():
+        window_layer.restored(prefix.num_tokens)

@@ -1,0 +1,149 @@
+"""An answer as it is generated: `generate` in a thread of its own, its text an iterator."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+_REPLACEMENT = "�"
+
+
+class Generation(BaseStreamer):  # type: ignore[misc]
+    """One call of `generate`, running from construction on.
+
+    Args:
+        call: calls `generate` with the streamer and stopping criterion that it is given.
+
+    Attributes:
+        first_token_at: `time.perf_counter()` when the first token came, or None.
+        output, error: what the call returned or raised, once it ended.
+    """
+
+    def __init__(self, call: Callable[[BaseStreamer, StoppingCriteria], Any]) -> None:
+        self.first_token_at: float | None = None
+        self.output: Any = None
+        self.error: BaseException | None = None
+        self._ids: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._prompt_seen = False
+        self._stop = _Stop()
+        self._thread = threading.Thread(target=self._run, args=(call,), name="tieredkv-generate", daemon=True)
+        self._thread.start()
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate`: first with the prompt, then with each token or accepted run of tokens."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        self._ids.put(value.flatten().tolist())
+
+    def end(self) -> None:
+        """Called by `generate`; the end is told when the call has returned."""
+
+    def next_ids(self) -> list[int] | None:
+        """The next ids, waiting for them; None at the end."""
+        return self._ids.get()
+
+    def stop(self) -> None:
+        """Ask `generate` to end after the token it is at."""
+        self._stop.asked.set()
+
+    def join(self) -> None:
+        """Wait for the call to end."""
+        self._thread.join()
+
+    def _run(self, call: Callable[[BaseStreamer, StoppingCriteria], Any]) -> None:
+        try:
+            self.output = call(self, self._stop)
+        except BaseException as error:  # it belongs to whoever reads the answer
+            self.error = error
+        finally:
+            self._ids.put(None)
+
+
+class _Stop(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full(
+            (input_ids.shape[0],), self.asked.is_set(), dtype=torch.bool, device=input_ids.device
+        )
+
+
+class TextPieces:
+    """Ids to text piece by piece: a piece is given out once no later token can change it."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0
+        self._given = 0
+
+    def push(self, ids: list[int]) -> str:
+        """The text that `ids` complete; empty while a character is only partly there."""
+        self._ids += ids
+        before = self._decode(self._ids[self._start : self._given])
+        now = self._decode(self._ids[self._start :])
+        if len(now) <= len(before) or now.endswith(_REPLACEMENT):
+            return ""
+        # The last ids given out stay as context: some tokenizers join or space a word by the one before it.
+        self._start, self._given = self._given, len(self._ids)
+        return now[len(before) :]
+
+    def finish(self) -> str:
+        """What is left, however incomplete."""
+        before = self._decode(self._ids[self._start : self._given])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+
+class Answer(Iterator[str]):
+    """The pieces of an answer. Reaching the end, `close`, or letting go of it ends the turn.
+
+    Args:
+        on_end: called once, in the reader's thread, when `generate` has ended.
+    """
+
+    def __init__(
+        self, generation: Generation, pieces: TextPieces, on_end: Callable[[Generation], None]
+    ) -> None:
+        self._generation = generation
+        self._pieces = pieces
+        self._on_end: Callable[[Generation], None] | None = on_end
+
+    def __next__(self) -> str:
+        while self._on_end is not None:
+            ids = self._generation.next_ids()
+            if ids is not None:
+                piece = self._pieces.push(ids)
+            else:
+                self._finish()
+                piece = self._pieces.finish()
+            if piece:
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop generating, keep what was generated, and end the turn. Harmless when it has ended."""
+        if self._on_end is not None:
+            self._generation.stop()
+            self._finish()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _finish(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        self._generation.join()
+        if on_end is not None:
+            on_end(self._generation)
+        if self._generation.error is not None:
+            raise self._generation.error
