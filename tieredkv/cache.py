@@ -167,8 +167,9 @@ class TieredCache:
         with self._lock:
             known = self._state.catalog.by_digest(digest)
             number = 1 + max(self._state.catalog.namespaces, default=0)
-        if known is not None:
+        if known is not None and not known.layout.is_stand_in:
             return known
+        number = known.number if known is not None else number
         row = NamespaceRow(number, digest, identity.fingerprint(), layout)
         self._log(NAMESPACE, (row.encode(),), "the namespace")
         return row

@@ -18,6 +18,7 @@ from .residency import Residency, Slots
 from .system import Fs, Lock
 from .table.journal import Journal
 from .table.recovery import SLABS, WAL, Recovered, claim, recover
+from .table.salvage import salvage
 from .table.state import State
 from .tier.arena import Arena
 from .tier.base import PartStore, StoreFailed
@@ -151,7 +152,9 @@ def open_disk(
     """
     lock_file = claim(fs, path)
     try:
-        recovered = recover(fs, path, state, strict=config.strict)
+        recovered = recover(
+            fs, path, state, strict=config.strict, salvage=lambda: _salvage(fs, path, config, sizes, state)
+        )
         state.settle()
         store = _make_store(fs, path, config, sizes)
         segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes)
@@ -202,6 +205,14 @@ def shares(sizes: Sizes) -> tuple[int, int, int]:
     if parts <= 0:
         raise PathUnusable(f"disk_nbytes={format_nbytes(budget)} leaves nothing for parts beside the log")
     return segment, log_max, parts
+
+
+def _salvage(fs: Fs, path: str, config: Config, sizes: Sizes, state: State) -> int:
+    store = _make_store(fs, path, config, sizes)
+    try:
+        return salvage(store, state)
+    finally:
+        store.close()
 
 
 def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes) -> PartStore:

@@ -8,7 +8,7 @@ many parts is one strided view of the pool.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,11 @@ from ..units import PAGE_NBYTES, align_up
 TOKENS = -1
 """Stands for the token axis in a tensor's shape."""
 
+UNKNOWN = "?"
+"""Names the only tensor of a group of which nothing but its size is known."""
+
 _TENSOR_ALIGN = 64
+_STAND_IN_BLOCK = 16
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -193,6 +197,19 @@ class BlockLayout:
             for g in description["groups"]
         )
         return cls(block_size=description["block_size"], groups=groups)
+
+    @classmethod
+    def stand_in(cls, part_nbytes: Sequence[int]) -> BlockLayout:
+        """A layout of which only the part sizes are known: for blocks whose namespace nobody asked for yet."""
+        groups = []
+        for number, nbytes in enumerate(part_nbytes):
+            spec = TensorSpec(number, UNKNOWN, (nbytes // _STAND_IN_BLOCK, TOKENS), "uint8")
+            groups.append(LayerGroup("window" if number else "full", (spec,), window=2 if number else 0))
+        return cls(_STAND_IN_BLOCK, tuple(groups))
+
+    @property
+    def is_stand_in(self) -> bool:
+        return self.groups[0].tensors[0].name == UNKNOWN
 
     def _starts(self, group: LayerGroup) -> list[int]:
         starts, at = [], 0

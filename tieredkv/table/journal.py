@@ -166,6 +166,8 @@ class Journal:
             OSError: the store cannot be written.
         """
         if must_checkpoint:
+            if self.applied_lsn == 0:  # what was salvaged has no LSN, and 0 names the empty table
+                self.applied_lsn, self._next_lsn = 1, 2
             self._sync_parts()
             snapshot = self._state.snapshot()
             ref = write_checkpoint(self._fs, self._dir, self.applied_lsn, snapshot)
