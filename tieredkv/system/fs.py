@@ -125,6 +125,11 @@ class Fs(Protocol):
         """
         ...
 
+    def as_real_file(self, path: str) -> contextlib.AbstractContextManager[str]:
+        """A path where a library that does its own I/O finds the file; what it wrote there is in the file
+        when the scope ends."""
+        ...
+
     def lock(self, path: str) -> Lock:
         """Hold the lock file `path` until `close` or the end of the process.
 
@@ -281,6 +286,9 @@ class OsFs:
             os.close(fd)
             return None
         return fd
+
+    def as_real_file(self, path: str) -> contextlib.AbstractContextManager[str]:
+        return contextlib.nullcontext(path)
 
     def lock(self, path: str) -> Lock:
         return take(path)

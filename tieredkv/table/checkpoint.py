@@ -81,7 +81,8 @@ def write_checkpoint(fs: Fs, store_dir: str, lsn: int, arrays: Arrays) -> Checkp
         fs.unlink(temporary)
     try:
         fs.open_file(temporary, create=True).close()  # with our mode; LMDB fills an empty file
-        _fill(temporary, arrays)
+        with fs.as_real_file(temporary) as real:
+            _fill(real, arrays)
         ref = _sync_and_digest(fs, temporary, lsn)
         fs.rename(temporary, path)
         fs.sync_dir(store_dir)
@@ -104,7 +105,8 @@ def read_checkpoint(fs: Fs, store_dir: str, ref: CheckpointRef) -> dict[str, Any
     path = f"{store_dir}/{name}"
     try:
         _verify(fs, path, ref)
-        return _read_all(path, ref.nbytes)
+        with fs.as_real_file(path) as real:
+            return _read_all(real, ref.nbytes)
     except OSError as error:
         raise CorruptFormat(f"{name} cannot be read: {error.strerror}") from error
     except (CorruptFormat, lmdb.Error, ValueError, TypeError, KeyError) as error:
