@@ -1,0 +1,94 @@
+"""Where the bytes of a block lie: no overlap, no surprise, the same after a round trip."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from core_helpers import LAYOUTS, SIZE, group_of
+
+from tieredkv import TOKENS, BlockLayout, LayerGroup, TensorSpec
+from tieredkv.errors import BadConfig, Unsupported
+
+ODD = BlockLayout(
+    16,
+    (
+        LayerGroup(
+            "full",
+            (
+                TensorSpec(0, "k", (3, TOKENS, 5), "bfloat16"),
+                TensorSpec(0, "v", (TOKENS, 7), "float32"),
+                TensorSpec(4, "k", (2, TOKENS, 1), "uint8"),
+                TensorSpec(4, "v", (2, 3, TOKENS), "float64"),
+            ),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), ODD])
+def test_tensors_lie_apart_aligned_and_inside_the_part(layout: BlockLayout) -> None:
+    for number, group in enumerate(layout.groups):
+        end = 0
+        for spec, start in zip(group.tensors, layout.offsets[number], strict=True):
+            assert start >= end and start % 64 == 0
+            end = start + spec.nbytes(layout.block_size)
+        assert end <= layout.part_nbytes[number] and layout.part_nbytes[number] % 4096 == 0
+        assert layout.part_nbytes[number] - end < 4096
+    assert layout.block_nbytes == sum(layout.part_nbytes)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), ODD])
+def test_views_write_through_and_hold_each_tensor_once(layout: BlockLayout) -> None:
+    for number, group in enumerate(layout.groups):
+        parts = torch.zeros(3, layout.part_nbytes[number], dtype=torch.uint8)
+        views = layout.views(parts, number)
+        for at, view in enumerate(views.values(), start=1):
+            view.copy_(torch.full(view.shape, at).to(view.dtype))
+        for at, (key, view) in enumerate(views.items(), start=1):
+            spec = next(s for s in group.tensors if (s.layer, s.name) == key)
+            assert view.shape == (3, *spec.block_shape(layout.block_size)) and view.dtype == spec.torch_dtype
+            assert (view == torch.full(view.shape, at).to(view.dtype)).all(), f"{key} was overwritten"
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), ODD])
+def test_a_layout_survives_its_description(layout: BlockLayout) -> None:
+    again = BlockLayout.from_description(json.loads(json.dumps(layout.describe())))
+    assert again == layout and again.offsets == layout.offsets
+
+
+def test_layers_find_their_group() -> None:
+    layout = LAYOUTS["two"]
+    assert [layout.group_of(layer) for layer in (0, 1, 2)] == [0, 1, 2]
+    with pytest.raises(KeyError):
+        layout.group_of(3)
+
+
+@pytest.mark.parametrize("size", [0, 8, 15, 24, 1024, -16])
+def test_block_sizes_that_are_refused(size: int) -> None:
+    with pytest.raises(BadConfig):
+        BlockLayout(size, LAYOUTS["full"].groups)
+
+
+def test_groups_that_are_refused() -> None:
+    spec = TensorSpec(0, "k", (1, TOKENS, 8), "int32")
+    for kind, window in [("full", 3), ("window", 0), ("window", -1), ("sliding", 4)]:
+        with pytest.raises(BadConfig):
+            LayerGroup(kind, (spec,), window)
+    with pytest.raises(BadConfig):
+        LayerGroup("full", ())
+    with pytest.raises(Unsupported, match="recurrent"):
+        LayerGroup("recurrent", (TensorSpec(0, "state", (4, 4), "float32"),))
+    with pytest.raises(BadConfig):
+        BlockLayout(SIZE, ())
+    with pytest.raises(BadConfig):
+        BlockLayout(SIZE, (group_of("full", [0]), group_of("full", [1])))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((TOKENS, TOKENS), "int32"), ((0, TOKENS), "int32"), ((TOKENS,), "q8")]
+)
+def test_tensors_that_are_refused(shape: tuple[int, ...], dtype: str) -> None:
+    with pytest.raises(BadConfig):
+        TensorSpec(0, "k", shape, dtype)
