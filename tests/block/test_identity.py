@@ -77,7 +77,10 @@ def test_the_order_of_a_mapping_does_not_count(value: dict[str, Any]) -> None:
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"weights": "00fe"}, "weights"),
     ({"dtypes": {"kv": "float16"}}, "dtypes.kv"),
-    ({"config": {**BASE.config, "rope_scaling": {"factor": 4.0, "rope_type": "linear"}}}, "config.rope_scaling.factor"),
+    (
+        {"config": {**BASE.config, "rope_scaling": {"factor": 4.0, "rope_type": "linear"}}},
+        "config.rope_scaling.factor",
+    ),
     ({"config": {**BASE.config, "unknown_to_us": 1}}, "config.unknown_to_us"),
     ({"config": {k: v for k, v in BASE.config.items() if k != "bias"}}, "config.bias"),
     ({"adapters": {}}, "adapters"),
