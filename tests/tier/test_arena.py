@@ -83,6 +83,17 @@ def test_pools_on_disk_number_their_own_chunks() -> None:
     arena.check()
 
 
+def test_chunks_on_disk_are_packed_whole_slots() -> None:
+    arena = make(20, 8, shared=False)
+    assert arena.slots_per_chunk(3 * PAGE) == 2 and arena.chunk_span(3 * PAGE) == 6 * PAGE
+    assert arena.allocate(3 * PAGE, 9).tolist() == list(range(6))
+    assert arena.runs(3 * PAGE, range(6)) == [(0, 6, 0)] and arena.used_nbytes == 18 * PAGE
+    arena.check()
+    large = make(20, 8, shared=False)  # a part larger than a chunk takes a chunk of its own
+    assert large.allocate(9 * PAGE, 3).tolist() == [0, 1] and large.used_nbytes == 18 * PAGE
+    large.check()
+
+
 def test_claims_may_exceed_the_budget_and_say_by_how_much() -> None:
     arena = make(16, 8, shared=False)
     arena.claim(PAGE, [40, 0, 7])
@@ -102,7 +113,7 @@ def test_a_claim_that_cannot_be_is_refused_whole(slots: list[int]) -> None:
         arena.claim(PAGE, [*slots, 9])
     assert arena.num_live(PAGE) == 1
     with pytest.raises(CorruptFormat):
-        arena.claim(9 * PAGE, [0])
+        make(16, 8).claim(9 * PAGE, [0])
     arena.check()
 
 

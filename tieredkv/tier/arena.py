@@ -22,9 +22,12 @@ from ..units import PAGE_NBYTES, MiB, align_up
 
 Slots = npt.NDArray[np.int64]
 
+DISK_CHUNK_NBYTES = 4 * MiB
+"""What disk pools take from the budget at a time, unless told otherwise."""
+
 _MAX_CHUNK_NBYTES = 64 * MiB
-_MAX_CHUNKS = 1 << 20
-"""No store is larger (64 TiB of the largest chunks); a claim beyond is damage, not a size to allocate for."""
+_MAX_CHUNKS = 1 << 24
+"""No store is larger; a claim beyond is damage, not a size to make tables for."""
 
 _OPEN, _SEALED, _RETIRED = 0, 1, 2
 
@@ -44,35 +47,41 @@ def default_chunk_nbytes(budget_nbytes: int, min_chunk_nbytes: int = PAGE_NBYTES
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a slot lies.
+    """Where a slot lies: `slot = chunk * slots_per_chunk + i`, at `chunk * chunk_span + i * stride_nbytes`.
 
-    `slot = chunk * slots_per_chunk + i`, at byte `chunk * chunk_nbytes + i * stride_nbytes`.
+    In one allocation (`packed=False`) every chunk has `chunk_nbytes`, whatever lies in it, and may end in a
+    tail that no slot covers. In files of its own (`packed=True`) a pool's chunks are as many whole slots as
+    fit into `chunk_nbytes`, one at least, so that slot `n` lies at `n * stride_nbytes` for any `chunk_nbytes`.
     """
 
     chunk_nbytes: int
+    packed: bool
 
     def slots_per_chunk(self, stride_nbytes: int) -> int:
-        return self.chunk_nbytes // stride_nbytes
+        """0 when a chunk is too small for this size; such a size gets no slots."""
+        count = self.chunk_nbytes // stride_nbytes
+        return max(1, count) if self.packed else count
+
+    def chunk_span(self, stride_nbytes: int) -> int:
+        """Bytes from one chunk of this pool to the next, which is what a chunk takes of the budget."""
+        return self.slots_per_chunk(stride_nbytes) * stride_nbytes if self.packed else self.chunk_nbytes
 
     def offset(self, stride_nbytes: int, slot: int) -> int:
-        chunk, index = divmod(slot, self.chunk_nbytes // stride_nbytes)
-        return chunk * self.chunk_nbytes + index * stride_nbytes
+        chunk, index = divmod(slot, self.slots_per_chunk(stride_nbytes))
+        return chunk * self.chunk_span(stride_nbytes) + index * stride_nbytes
 
     def runs(self, stride_nbytes: int, slots: npt.ArrayLike) -> list[tuple[int, int, int]]:
-        """`(first slot, count, byte offset)` of each stretch of `slots`, in their order, lying end to end.
-
-        Slots of two chunks join when a chunk has no tail that no slot covers.
-        """
+        """`(first slot, count, byte offset)` of each stretch of `slots`, in their order, lying end to end."""
         numbers = np.asarray(slots, np.int64)
         if numbers.size == 0:
             return []
-        per_chunk = self.chunk_nbytes // stride_nbytes
+        per_chunk, span = self.slots_per_chunk(stride_nbytes), self.chunk_span(stride_nbytes)
         breaks = np.diff(numbers) != 1
-        if self.chunk_nbytes % stride_nbytes:
+        if span % stride_nbytes:
             breaks |= numbers[1:] % per_chunk == 0
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1, [numbers.size]))
         firsts = numbers[starts[:-1]]
-        offsets = firsts // per_chunk * self.chunk_nbytes + firsts % per_chunk * stride_nbytes
+        offsets = firsts // per_chunk * span + firsts % per_chunk * stride_nbytes
         return list(zip(firsts.tolist(), np.diff(starts).tolist(), offsets.tolist(), strict=True))
 
 
@@ -81,11 +90,10 @@ class Arena:
 
     Args:
         budget_nbytes: what all chunks together may take.
-        chunk_nbytes: a multiple of 4096; None takes `default_chunk_nbytes`. Slot numbers depend on it, so a
-            tier that is reopened must be given the value it was made with.
+        chunk_nbytes: a multiple of 4096; None takes `default_chunk_nbytes`.
         min_chunk_nbytes: the largest stride that must fit into a chunk.
         shared: True numbers chunks in one space, as one allocation has it, and the budget cannot grow past
-            its first value; False lets every pool number its chunks from 0, as files of its own have it.
+            its first value; False lets every pool number its own from 0, packed, as files of its own have it.
     """
 
     def __init__(
@@ -100,10 +108,10 @@ class Arena:
         assert chunk_nbytes % PAGE_NBYTES == 0, (
             f"chunk of {chunk_nbytes} bytes is no multiple of {PAGE_NBYTES}"
         )
-        self.geometry = Geometry(chunk_nbytes)
+        self.geometry = Geometry(chunk_nbytes, packed=not shared)
         self.capacity_nbytes = budget_nbytes // chunk_nbytes * chunk_nbytes
         self._budget_nbytes = budget_nbytes
-        self._num_chunks = 0
+        self._used_nbytes = 0
         self._pools: dict[int, _Pool] = {}
         self._shared = _ChunkNumbers() if shared else None
 
@@ -125,7 +133,8 @@ class Arena:
 
     @property
     def used_nbytes(self) -> int:
-        return self._num_chunks * self.chunk_nbytes
+        """What the chunks that are held or retired take."""
+        return self._used_nbytes
 
     @property
     def over_budget_nbytes(self) -> int:
@@ -147,12 +156,14 @@ class Arena:
     def num_free(self, stride_nbytes: int) -> int:
         """Slots that `allocate` could give now, those of chunks not yet taken included."""
         pool = self._pools.get(stride_nbytes)
-        fresh = self._num_free_chunks() * self.slots_per_chunk(stride_nbytes)
+        fresh = self._num_free_chunks(stride_nbytes) * self.slots_per_chunk(stride_nbytes)
         return fresh + (pool.num_free if pool else 0)
 
     def slots_per_chunk(self, stride_nbytes: int) -> int:
-        """0 when a chunk is too small for this size; such a size gets no slots."""
         return self.geometry.slots_per_chunk(stride_nbytes)
+
+    def chunk_span(self, stride_nbytes: int) -> int:
+        return self.geometry.chunk_span(stride_nbytes)
 
     def offset(self, stride_nbytes: int, slot: int) -> int:
         return self.geometry.offset(stride_nbytes, slot)
@@ -176,7 +187,9 @@ class Arena:
         pool = self._pool(stride_nbytes)
         short = count - pool.num_free
         if short > 0:
-            self._add_chunks(pool, min(-(-short // per_chunk), self._num_free_chunks()))
+            num_chunks = min(-(-short // per_chunk), self._num_free_chunks(stride_nbytes))
+            for chunk in pool.numbers.take_lowest(num_chunks):
+                self._add(pool, stride_nbytes, chunk)
         return pool.take(count)
 
     def free(self, stride_nbytes: int, slots: npt.ArrayLike) -> list[tuple[int, int]]:
@@ -187,7 +200,7 @@ class Arena:
         pool = self._pools.get(stride_nbytes)
         assert pool is not None, f"no pool of stride {stride_nbytes} to free {numbers.size} slots of"
         chunks = pool.give_back(numbers)
-        self._num_chunks -= len(chunks)
+        self._used_nbytes -= len(chunks) * self.chunk_span(stride_nbytes)
         return [(stride_nbytes, chunk) for chunk in chunks]
 
     def claim(self, stride_nbytes: int, slots: npt.ArrayLike) -> None:
@@ -208,11 +221,9 @@ class Arena:
             raise CorruptFormat(f"slots {numbers[0]} to {numbers[-1]} of stride {stride_nbytes} cannot exist")
         pool = self._pool(stride_nbytes)
         self._refuse_claimed(pool, stride_nbytes, numbers)
-        missing = pool.missing_chunks(numbers)
-        for chunk in missing:
+        for chunk in pool.missing_chunks(numbers):
             pool.numbers.take_this(chunk)
-            pool.add(chunk)
-        self._num_chunks += len(missing)
+            self._add(pool, stride_nbytes, chunk)
         pool.mark(numbers)
 
     def sparsest_chunk(
@@ -255,14 +266,14 @@ class Arena:
         for chunk in chunks:
             if not pool.holds(chunk):
                 pool.numbers.take_this(chunk)
-                pool.add(chunk)
-                self._num_chunks += 1
+                self._add(pool, stride_nbytes, chunk)
             pool.close(chunk, _RETIRED)
 
     def reinstate(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
         """Retired chunks serve again: those with live slots at once, the others from the budget."""
         for chunk in chunks:
-            self._num_chunks -= self._pools[stride_nbytes].open(chunk, _RETIRED)
+            num_gone = self._pools[stride_nbytes].open(chunk, _RETIRED)
+            self._used_nbytes -= num_gone * self.chunk_span(stride_nbytes)
 
     def num_live_in(self, stride_nbytes: int, chunks: Iterable[int]) -> int:
         """Live slots in these chunks."""
@@ -272,7 +283,8 @@ class Arena:
     def check(self) -> None:
         """Conservation: every count equals a recount, no chunk has two owners."""
         owned = [(stride, chunk) for stride, pool in self._pools.items() for chunk in pool.check()]
-        assert len(owned) == self._num_chunks, f"{len(owned)} chunks held, {self._num_chunks} counted"
+        nbytes = sum(self.chunk_span(stride) for stride, _ in owned)
+        assert nbytes == self._used_nbytes, f"{nbytes} bytes in chunks, {self._used_nbytes} counted"
         chunks = [chunk for _, chunk in owned]
         if self._shared is not None:
             assert len(set(chunks)) == len(chunks), f"{len(chunks) - len(set(chunks))} chunks have two owners"
@@ -288,13 +300,12 @@ class Arena:
             pool = self._pools[stride_nbytes] = _Pool(self.slots_per_chunk(stride_nbytes), numbers)
         return pool
 
-    def _num_free_chunks(self) -> int:
-        return max(0, self._budget_nbytes // self.chunk_nbytes - self._num_chunks)
+    def _num_free_chunks(self, stride_nbytes: int) -> int:
+        return max(0, self._budget_nbytes - self._used_nbytes) // self.chunk_span(stride_nbytes)
 
-    def _add_chunks(self, pool: _Pool, count: int) -> None:
-        for chunk in pool.numbers.take_lowest(count):
-            pool.add(chunk)
-        self._num_chunks += count
+    def _add(self, pool: _Pool, stride_nbytes: int, chunk: int) -> None:
+        pool.add(chunk)
+        self._used_nbytes += self.chunk_span(stride_nbytes)
 
     def _refuse_claimed(self, pool: _Pool, stride_nbytes: int, numbers: Slots) -> None:
         twice = numbers[1:][np.diff(numbers) == 0]

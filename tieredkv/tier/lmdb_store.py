@@ -18,13 +18,12 @@ from typing import Any
 import lmdb
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ..system.fs import Fs
 from ..units import MiB
-from .arena import Geometry
+from .arena import DISK_CHUNK_NBYTES, Geometry
 from .base import FailedPlace, HeaderBatch, StoreFailed, Verdict
-from .slab_format import SLOT_HEADER_NBYTES, Headers, judge, new_headers, seal, stamp, valid
+from .slab_format import SLOT_HEADER_NBYTES, Headers, checksums_of, judge, new_headers, seal, stamp, valid
 from .workers import Batch, Workers
 
 PAYLOAD_NAME = "parts.lmdb"
@@ -55,11 +54,11 @@ class LmdbStore:
 
     blank_drops_all = True
 
-    def __init__(self, fs: Fs, path: str, *, map_nbytes: int, chunk_nbytes: int) -> None:
+    def __init__(self, fs: Fs, path: str, *, map_nbytes: int, chunk_nbytes: int = DISK_CHUNK_NBYTES) -> None:
         self._fs = fs
         self._path = path
         self._map_nbytes = max(map_nbytes, _MIN_MAP_NBYTES)
-        self._geometry = Geometry(chunk_nbytes)
+        self._geometry = Geometry(chunk_nbytes, packed=True)
         self._gate = threading.Condition()
         self._num_inside = 0
         self._env: Any = None
@@ -81,7 +80,7 @@ class LmdbStore:
             f"{len(numbers)} slots, {len(headers)} headers, {len(payloads)} payloads"
         )
         stamp(headers, part_nbytes)
-        headers["checksum"] = [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
+        headers["checksum"] = checksums_of(payloads)
         seal(headers)
         with self._writing() as txn:
             for number, header, payload in zip(numbers, headers, payloads, strict=True):

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ..system.fs import File, Fs
 from ..units import PAGE_NBYTES, GiB, MiB
-from .arena import Geometry
+from .arena import DISK_CHUNK_NBYTES, Geometry
 from .base import FailedPlace, HeaderBatch, StoreFailed, Verdict
 from .slab_file import SlabFile
 from .slab_format import (
@@ -27,6 +26,7 @@ from .slab_format import (
     Headers,
     address_of,
     aligned_bytes,
+    checksums_of,
     judge,
     new_headers,
     parse_slab_name,
@@ -37,7 +37,6 @@ from .slab_format import (
 )
 from .workers import Batch, Workers
 
-_SLAB_NBYTES = GiB
 _PIECE_NBYTES = 8 * MiB
 _PIECE_SLOTS = 256
 _SPARSE_NBYTES = 64 * 1024
@@ -73,7 +72,7 @@ class SlabStore:
     Args:
         fs: the door to files.
         path: the directory; made if it is not there.
-        chunk_nbytes: that of the disk tier's arena; slots are placed by it.
+        chunk_nbytes: that of the disk tier's arena, so that both count the same chunks.
         disk_io: `"direct"` bypasses the page cache where the file system allows it, `"buffered"` goes
             through it, `"mmap"` writes through it and reads from maps.
 
@@ -83,11 +82,12 @@ class SlabStore:
 
     blank_drops_all = False
 
-    def __init__(self, fs: Fs, path: str, *, chunk_nbytes: int, disk_io: str = "direct") -> None:
+    def __init__(
+        self, fs: Fs, path: str, *, chunk_nbytes: int = DISK_CHUNK_NBYTES, disk_io: str = "direct"
+    ) -> None:
         self._fs = fs
         self._path = path
-        self._geometry = Geometry(chunk_nbytes)
-        self._chunks_per_slab = max(1, _SLAB_NBYTES // chunk_nbytes)
+        self._geometry = Geometry(chunk_nbytes, packed=True)
         self._disk_io = disk_io
         self._slabs: dict[tuple[int, int], SlabFile] = {}
         self._used: dict[SlabFile, None] = {}
@@ -101,7 +101,7 @@ class SlabStore:
         fs.make_dir(path)
         for name in fs.list_names(path):
             place = parse_slab_name(name)
-            if place is not None and place[0] % PAGE_NBYTES == 0 and place[0] < chunk_nbytes:
+            if place is not None and place[0] % PAGE_NBYTES == 0:
                 self._slab(*place).note_existing()
 
     # ---- what a PartStore does -----------------------------------------------------------------
@@ -109,7 +109,7 @@ class SlabStore:
     @property
     def allocated_nbytes(self) -> int:
         with self._lock:
-            return sum(len(slab.chunks) for slab in self._slabs.values()) * self._geometry.chunk_nbytes
+            return sum(slab.allocated_nbytes for slab in self._slabs.values())
 
     @property
     def direct_refused(self) -> bool:
@@ -124,6 +124,11 @@ class SlabStore:
         assert numbers.size == len(headers) == len(payloads), (
             f"{numbers.size} slots, {len(headers)} headers, {len(payloads)} payloads"
         )
+        assert all(memoryview(payload).nbytes == part_nbytes for payload in payloads), (
+            "a payload of another size"
+        )
+        if self._closed:
+            raise OSError(errno.EBADF, "the slabs are closed", self._path)
         stamp(headers, part_nbytes)
         pieces = self._pieces(part_nbytes, numbers)
         self._reserve(part_nbytes, pieces)
@@ -147,6 +152,7 @@ class SlabStore:
         assert numbers.size == len(expected) == len(into), (
             f"{numbers.size} slots, {len(expected)} expected, {len(into)} buffers"
         )
+        assert all(memoryview(buffer).nbytes == part_nbytes for buffer in into), "a buffer of another size"
         pieces = self._pieces(part_nbytes, numbers)
 
         def piece_late(number: int) -> None:
@@ -187,16 +193,17 @@ class SlabStore:
 
     def iter_headers(self) -> Iterator[HeaderBatch]:
         with self._lock:
-            slabs = sorted(self._slabs.values(), key=lambda slab: (slab.part_nbytes, slab.first_chunk))
+            slabs = sorted(self._slabs.values(), key=lambda slab: (slab.part_nbytes, slab.start))
         for slab in slabs:
-            per_chunk = self._geometry.slots_per_chunk(SLOT_HEADER_NBYTES + slab.part_nbytes)
-            for chunk in sorted(slab.chunks):
-                first = (slab.first_chunk + chunk) * per_chunk
-                for start in range(first, first + per_chunk, _PIECE_SLOTS):
-                    numbers = np.arange(start, min(start + _PIECE_SLOTS, first + per_chunk))
-                    batch = self._read_dense_headers(slab.part_nbytes, numbers)
-                    if batch.slots.size:
-                        yield batch
+            stride = SLOT_HEADER_NBYTES + slab.part_nbytes
+            portions = [slab.portion(chunk) for chunk in sorted(slab.chunks)]
+            numbers = _joined(
+                [np.arange(offset, offset + nbytes, stride) + slab.start for offset, nbytes in portions]
+            )
+            for first in range(0, numbers.size, _PIECE_SLOTS):
+                batch = self._read_written(slab.part_nbytes, numbers[first : first + _PIECE_SLOTS] // stride)
+                if batch.slots.size:
+                    yield batch
 
     def blank(self, part_nbytes: int, slots: npt.ArrayLike) -> None:
         pieces = self._pieces(part_nbytes, np.asarray(slots, np.int64))
@@ -211,18 +218,19 @@ class SlabStore:
         self._close_idle(pieces)
 
     def release(self, part_nbytes: int, chunks: Sequence[int]) -> None:
-        for chunk in chunks:
-            slab = self._slab(part_nbytes, chunk // self._chunks_per_slab)
-            if slab.failed is None and slab.chunks:
-                slab.punch(chunk - slab.first_chunk, 1)
+        wanted = set(chunks)
+        with self._lock:
+            slabs = [slab for (size, _), slab in self._slabs.items() if size == part_nbytes]
+        for slab in slabs:
+            for chunk in sorted(wanted & slab.chunks) if slab.failed is None else ():
+                slab.punch(chunk)
 
     def num_chunks(self) -> dict[int, int]:
         counts: dict[int, int] = {}
         with self._lock:
             for (part_nbytes, _), slab in self._slabs.items():
                 if slab.chunks:
-                    end = slab.first_chunk + max(slab.chunks) + 1
-                    counts[part_nbytes] = max(counts.get(part_nbytes, 0), end)
+                    counts[part_nbytes] = max(counts.get(part_nbytes, 0), max(slab.chunks) + 1)
         return counts
 
     def sync(self) -> None:
@@ -236,10 +244,12 @@ class SlabStore:
         self._close_idle(())
 
     def discard(self, place: FailedPlace) -> None:
-        slab = self._slab(place.part_nbytes, place.chunks[0] // self._chunks_per_slab)
+        key = parse_slab_name(place.name)
+        assert key is not None, f"{place.name} is no slab"
+        slab = self._slab(*key)
         slab.unlink()
         with self._lock:
-            del self._slabs[place.part_nbytes, place.chunks[0] // self._chunks_per_slab]
+            del self._slabs[key]
             self._used.pop(slab, None)
         slab.close()
 
@@ -253,7 +263,8 @@ class SlabStore:
                 assert slab.name == slab_name(part_nbytes, index), (
                     f"{slab.name} kept as {part_nbytes}, {index}"
                 )
-                assert max(slab.chunks, default=0) < slab.num_chunks, f"{slab.name} holds {slab.chunks}"
+                outside = [chunk for chunk in slab.chunks if slab.portion(chunk)[1] <= 0]
+                assert not outside, f"{slab.name} counts chunks {outside} of other slabs"
                 assert slab.is_open or not slab.dirty, f"{slab.name} is closed and not synced"
 
     def close(self) -> None:
@@ -271,14 +282,15 @@ class SlabStore:
         with self._lock:
             slab = self._slabs.get((part_nbytes, index))
             if slab is None:
+                span = _slab_nbytes(part_nbytes)
                 slab = self._slabs[part_nbytes, index] = SlabFile(
                     self._fs,
                     self._path,
                     slab_name(part_nbytes, index),
                     part_nbytes,
-                    index * self._chunks_per_slab,
-                    self._chunks_per_slab,
-                    self._geometry.chunk_nbytes,
+                    index * span,
+                    (index + 1) * span,
+                    self._geometry.chunk_span(SLOT_HEADER_NBYTES + part_nbytes),
                     self._disk_io,
                 )
             return slab
@@ -286,7 +298,7 @@ class SlabStore:
     def _pieces(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> list[_Piece]:
         """The runs of a batch, cut where a slab ends and where a call becomes too large to overlap."""
         stride = SLOT_HEADER_NBYTES + part_nbytes
-        slab_nbytes = self._chunks_per_slab * self._geometry.chunk_nbytes
+        slab_nbytes = _slab_nbytes(part_nbytes)
         most = max(1, min(_PIECE_SLOTS, _PIECE_NBYTES // stride))
         pieces, first = [], 0
         for _, count, offset in self._geometry.runs(stride, numbers):
@@ -300,11 +312,8 @@ class SlabStore:
     def _reserve(self, part_nbytes: int, pieces: Iterable[_Piece]) -> None:
         wanted: dict[SlabFile, set[int]] = {}
         for piece in pieces:
-            end = piece.offset + piece.count * (SLOT_HEADER_NBYTES + part_nbytes) - 1
-            chunk_nbytes = self._geometry.chunk_nbytes
-            wanted.setdefault(piece.slab, set()).update(
-                range(piece.offset // chunk_nbytes, end // chunk_nbytes + 1)
-            )
+            nbytes = piece.count * (SLOT_HEADER_NBYTES + part_nbytes)
+            wanted.setdefault(piece.slab, set()).update(piece.slab.chunks_of(piece.offset, nbytes))
         for slab, chunks in wanted.items():
             slab.reserve(chunks)
 
@@ -312,7 +321,7 @@ class SlabStore:
         self, part_nbytes: int, piece: _Piece, headers: Headers, payloads: Sequence[memoryview]
     ) -> None:
         mine, parts = headers[piece.items], payloads[piece.items]
-        mine["checksum"] = [xxhash.xxh3_64_intdigest(part) for part in parts]
+        mine["checksum"] = checksums_of(parts)
         seal(mine)
         slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
         with piece.slab.use() as file:
@@ -365,13 +374,12 @@ class SlabStore:
             num_read = piece.slab.read(file, _interleaved(headers, parts), piece.offset, slot_nbytes)
         return headers, num_read
 
-    def _read_dense_headers(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> HeaderBatch:
-        """The headers of adjacent slots of one chunk that are not blank."""
+    def _read_written(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> HeaderBatch:
+        """The headers of these slots, blank ones left out; small slots are read whole, many at once."""
         slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
         if slot_nbytes > _SPARSE_NBYTES:
-            found = self.read_headers(part_nbytes, numbers)
-            return _without_blanks(part_nbytes, numbers, found.headers)
-        headers = new_headers(0)
+            return _without_blanks(self.read_headers(part_nbytes, numbers))
+        headers = new_headers(numbers.size)
         for piece in self._pieces(part_nbytes, numbers):
             packed = self._scratch.slots(piece.count, slot_nbytes)
             packed[:] = 0
@@ -380,11 +388,9 @@ class SlabStore:
                     file.preadv([packed.data], piece.offset)
             except OSError as error:
                 piece.slab.trouble = error
-                return _without_blanks(part_nbytes, numbers, self.read_headers(part_nbytes, numbers).headers)
-            headers = np.concatenate(
-                (headers, packed[:, :SLOT_HEADER_NBYTES].copy().view(HEADER_DTYPE)[:, 0])
-            )
-        return _without_blanks(part_nbytes, numbers, headers)
+                return _without_blanks(self.read_headers(part_nbytes, numbers))
+            headers[piece.items] = packed[:, :SLOT_HEADER_NBYTES].copy().view(HEADER_DTYPE)[:, 0]
+        return _without_blanks(HeaderBatch(part_nbytes, numbers, headers, valid(headers)))
 
     def _close_idle(self, pieces: Iterable[_Piece]) -> None:
         """Keep the number of open files bounded: the slabs not used for longest are closed first."""
@@ -395,6 +401,12 @@ class SlabStore:
             for slab in list(self._used)[: max(0, len(self._used) - _MAX_OPEN)]:
                 if slab.close_if_idle():
                     del self._used[slab]
+
+
+def _slab_nbytes(part_nbytes: int) -> int:
+    """Whole slots up to 1 GiB, one at least. Part of the format: it says which slab a slot lies in."""
+    slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
+    return max(1, GiB // slot_nbytes) * slot_nbytes
 
 
 class _Scratch(threading.local):
@@ -414,10 +426,13 @@ class _Scratch(threading.local):
         return self._bytes[: count * slot_nbytes].reshape(count, slot_nbytes)
 
 
-def _without_blanks(part_nbytes: int, numbers: npt.NDArray[np.int64], headers: Headers) -> HeaderBatch:
-    written = headers.view(np.uint8).reshape(len(headers), -1).any(axis=1)
-    headers = headers[written]
-    return HeaderBatch(part_nbytes, numbers[written], headers, valid(headers))
+def _without_blanks(batch: HeaderBatch) -> HeaderBatch:
+    written = batch.headers.view(np.uint8).reshape(len(batch.headers), -1).any(axis=1)
+    return HeaderBatch(batch.part_nbytes, batch.slots[written], batch.headers[written], batch.sound[written])
+
+
+def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
 def _interleaved(headers: Headers, parts: Sequence[memoryview]) -> list[Buffer]:

@@ -22,10 +22,13 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 class SlabFile:
     """A slab, opened when first used. `use()` holds it open; the owner closes idle ones.
 
+    Its pool is one long row of slots, cut into slabs and, elsewhere, into chunks: a chunk may end in one slab
+    and the next begin in another.
+
     Args:
         directory, name: where it lies; messages say the name.
-        first_chunk: the chunk of the pool that it begins with.
-        num_chunks: how many it may hold.
+        start, end: the bytes of the pool that it holds.
+        chunk_span: bytes of a chunk; space is taken and given back by chunks.
         disk_io: `"direct"`, `"buffered"` or `"mmap"`, see `Config`.
     """
 
@@ -35,9 +38,9 @@ class SlabFile:
         directory: str,
         name: str,
         part_nbytes: int,
-        first_chunk: int,
-        num_chunks: int,
-        chunk_nbytes: int,
+        start: int,
+        end: int,
+        chunk_span: int,
         disk_io: str,
     ) -> None:
         self._fs = fs
@@ -45,9 +48,9 @@ class SlabFile:
         self._path = f"{directory}/{name}"
         self.name = name
         self.part_nbytes = part_nbytes
-        self.first_chunk = first_chunk
-        self.num_chunks = num_chunks
-        self._chunk_nbytes = chunk_nbytes
+        self.start = start
+        self.end = end
+        self._chunk_span = chunk_span
         self._wants_direct = disk_io == "direct"
         self._lock = threading.Lock()
         self._num_users = 0
@@ -106,13 +109,27 @@ class SlabFile:
 
     def note_existing(self) -> None:
         """Take the chunks of a file left by an earlier process as holding bytes."""
-        nbytes = min(self._fs.file_nbytes(self._path), self.num_chunks * self._chunk_nbytes)
-        self.chunks = frozenset(range(-(-nbytes // self._chunk_nbytes)))
+        nbytes = min(self._fs.file_nbytes(self._path), self.end - self.start)
+        self.chunks = frozenset(self.chunks_of(0, nbytes))
 
     # ---- bytes ---------------------------------------------------------------------------------
 
+    def chunks_of(self, offset: int, nbytes: int) -> range:
+        """The chunks of the pool that a range of this file touches."""
+        first = self.start + offset
+        return range(first // self._chunk_span, -(-(first + nbytes) // self._chunk_span) if nbytes else 0)
+
+    def portion(self, chunk: int) -> tuple[int, int]:
+        """`(offset, nbytes)` in this file of what it holds of a chunk."""
+        first = max(self.start, chunk * self._chunk_span)
+        return first - self.start, max(0, min(self.end, (chunk + 1) * self._chunk_span) - first)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        return sum(self.portion(chunk)[1] for chunk in self.chunks)
+
     def reserve(self, chunks: Iterable[int]) -> None:
-        """Real space for these chunks (numbered in this slab), the file made and its directory synced.
+        """Real space for these chunks of the pool, the file made and its directory synced.
 
         Raises:
             StoreFailed: this slab takes no more writes.
@@ -122,7 +139,7 @@ class SlabFile:
         with self._lock:
             file = self._opened_for_writing()
             for chunk in sorted(set(chunks) - self.chunks):
-                file.allocate(chunk * self._chunk_nbytes, self._chunk_nbytes)
+                file.allocate(*self.portion(chunk))
                 self.chunks |= {chunk}
                 self.dirty = True
 
@@ -151,14 +168,15 @@ class SlabFile:
                     self._map = file.map_read()
             return self._map
 
-    def punch(self, first_chunk: int, count: int) -> None:
-        """Give back the space of `count` chunks (numbered in this slab)."""
+    def punch(self, chunk: int) -> None:
+        """Give back the space of what lies here of a chunk of the pool."""
         with self.use() as file:
-            end = min((first_chunk + count) * self._chunk_nbytes, file.nbytes())
-            if end > first_chunk * self._chunk_nbytes:
+            offset, nbytes = self.portion(chunk)
+            nbytes = min(nbytes, file.nbytes() - offset)
+            if nbytes > 0:
                 self.dirty = True
-                file.punch(first_chunk * self._chunk_nbytes, end - first_chunk * self._chunk_nbytes)
-        self.chunks -= set(range(first_chunk, first_chunk + count))
+                file.punch(offset, nbytes)
+        self.chunks -= {chunk}
 
     def sync(self) -> bool:
         """Make what was written durable; False if that failed, which is final."""
@@ -180,9 +198,7 @@ class SlabFile:
 
     @property
     def place(self) -> FailedPlace:
-        return FailedPlace(
-            self.name, self.part_nbytes, range(self.first_chunk, self.first_chunk + self.num_chunks)
-        )
+        return FailedPlace(self.name, self.part_nbytes, self.chunks_of(0, self.end - self.start))
 
     def fail(self, error: OSError) -> None:
         """No more writes from now on."""

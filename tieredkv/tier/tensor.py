@@ -113,7 +113,9 @@ class TensorTier:
     def _offset_of_run(self, part_nbytes: int, first_slot: int, count: int) -> int:
         geometry = self.arena.geometry
         per_chunk = geometry.slots_per_chunk(part_nbytes)
-        fits = first_slot % per_chunk + count <= per_chunk or geometry.chunk_nbytes % part_nbytes == 0
+        fits = (
+            first_slot % per_chunk + count <= per_chunk or geometry.chunk_span(part_nbytes) % part_nbytes == 0
+        )
         assert fits, f"{count} slots from {first_slot} do not lie end to end, {per_chunk} a chunk"
         return geometry.offset(part_nbytes, first_slot)
 

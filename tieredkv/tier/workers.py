@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
@@ -30,8 +31,9 @@ class Workers:
         """Run what was submitted, then end the threads; a thread held by the disk is left to itself."""
         for _ in self._threads:
             self._jobs.put(None)
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
         with self._lock:
