@@ -64,7 +64,7 @@ class Survey:
     @property
     def is_new(self) -> bool:
         """Whether nothing was ever committed here; also a store whose making was cut short."""
-        used = any(segment.head is not Head.UNFINISHED for segment in self.segments)
+        used = any(segment.head in (Head.GOOD, Head.DAMAGED) for segment in self.segments)
         return not used and not self.checkpoints and not self.num_slabs
 
     def candidates(self) -> list[CheckpointRef]:
@@ -170,7 +170,7 @@ def recover(
     began = clock.monotonic()
     found = survey(fs, store_dir)
     damage: list[str] = []
-    checkpoint = _restore(fs, store_dir, found, state, damage)
+    checkpoint = restore(fs, store_dir, found, state, damage)
     log = LogRead(fs, f"{store_dir}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
     for first_lsn, run in log.runs():
         state.apply(first_lsn, run)
@@ -207,7 +207,7 @@ def recover(
     )
 
 
-def _restore(
+def restore(
     fs: Fs, store_dir: str, found: Survey, state: Recoverable, damage: list[str]
 ) -> CheckpointRef | None:
     """Load the newest checkpoint that is whole; None if there should be one and none is."""

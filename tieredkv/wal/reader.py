@@ -49,7 +49,8 @@ class Head(str, Enum):
 
     GOOD = "good"
     NEWER = "of a newer format"
-    UNFINISHED = "never completed"
+    BLANK = "never written"
+    TORN = "never completed, or damaged before any frame"
     DAMAGED = "damaged"
 
 
@@ -137,14 +138,16 @@ def _read_head(file: File, number: int) -> tuple[Head, SegmentHeader | None, str
     except NewerFormat as error:
         return Head.NEWER, None, str(error)
     except CorruptFormat as error:
-        return Head.UNFINISHED if _is_blank(file) else Head.DAMAGED, None, str(error)
+        return _head_of_remains(file), None, str(error)
     return Head.GOOD, header, ""
 
 
-def _is_blank(file: File) -> bool:
-    """Whether no frame was ever written: all zeros behind the header page."""
+def _head_of_remains(file: File) -> Head:
     nbytes = file.nbytes()
-    return nbytes <= MAX_SEGMENT_NBYTES and _Window(file, nbytes).end_of_data(HEADER_NBYTES) <= HEADER_NBYTES
+    if nbytes > MAX_SEGMENT_NBYTES:
+        return Head.DAMAGED
+    end = _Window(file, nbytes).end_of_data(0)
+    return Head.BLANK if end == 0 else Head.TORN if end <= HEADER_NBYTES else Head.DAMAGED
 
 
 class SegmentReader:
@@ -237,6 +240,7 @@ class LogRead:
         self._dir = wal_dir
         self._headers = {s.number: s.header for s in segments if s.header is not None}
         newest = max(self._headers, default=0)
+        self._torn = [s for s in segments if s.head is Head.TORN and s.number > newest]
         self._lost = [s for s in segments if s.head is Head.DAMAGED and s.number > newest]
         self.after_lsn = self.last_lsn = after_lsn
         self.damage = [f"segment {s.number}: {s.trouble}" for s in self._lost]
@@ -368,6 +372,8 @@ class LogRead:
             end = LogEnd(End.CORRUPT, self._lost[0].number, 0, self._lost[0].nbytes)
         elif self.durable_lsn > max(self.last_lsn, self.position.lsn):
             end = end._replace(end=End.CORRUPT)
+        elif end.end is End.CLEAN and self._torn:
+            end = LogEnd(End.TORN, self._torn[0].number, 0, HEADER_NBYTES)
         if end.end is End.CORRUPT:
             self.damage.append(
                 f"the log is {end}: reached LSN {self.last_lsn}, synced was {self.durable_lsn}"

@@ -1,0 +1,152 @@
+"""Header pages and frames, as bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+import xxhash
+
+from tieredkv.errors import CorruptFormat, NewerFormat
+from tieredkv.wal import CheckpointRef, LogPosition, Run, SegmentHeader, segment_name
+from tieredkv.wal import records as r
+from tieredkv.wal.format import (
+    FRAME_HEADER_NBYTES,
+    HEADER_NBYTES,
+    decode_frame_header,
+    decode_header,
+    encode_frame,
+    encode_header,
+    frame_nbytes,
+    frame_verifies,
+    parse_segment_name,
+)
+
+HEADER = SegmentHeader(
+    number=7,
+    first_lsn=100,
+    durable_lsn=90,
+    open_number=3,
+    previous=LogPosition(6, 99, 0xDEAD),
+    checkpoint=CheckpointRef(50, 4096, bytes(range(16))),
+    segment_nbytes=1 << 20,
+    salt=bytes(range(16, 32)),
+)
+
+
+def resealed(raw: bytes, **at: bytes) -> bytes:
+    """`raw` with some bytes replaced (`b12=...`) and a checksum that fits again."""
+    page = bytearray(raw)
+    for place, new in at.items():
+        start = int(place[1:])
+        page[start : start + len(new)] = new
+    page[4088:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(page[:4088])))
+    return bytes(page)
+
+
+def test_a_header_comes_back() -> None:
+    raw = encode_header(HEADER)
+    assert len(raw) == HEADER_NBYTES
+    found = decode_header(raw)
+    assert dataclasses.replace(found, checksum=0) == HEADER
+    assert found.checksum == struct.unpack("<Q", raw[4088:])[0]
+    assert encode_header(found) == raw
+
+
+def test_the_header_layout_is_fixed() -> None:
+    raw = encode_header(HEADER)
+    assert raw[:16] == b"tieredkv" + struct.pack("<II", 1, 3)
+    assert raw[16:32] == HEADER.salt
+    assert struct.unpack_from("<6Q", raw, 32) == (7, 100, 90, 6, 99, 0xDEAD)
+    assert raw[80:120] == struct.pack("<QQ16sQ", 50, 4096, bytes(range(16)), 1 << 20)
+    assert not any(raw[120:4088])
+
+
+def test_every_flipped_bit_of_a_header_is_seen() -> None:
+    raw = encode_header(HEADER)
+    for at in range(HEADER_NBYTES):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1 << (at % 8)
+        with pytest.raises(CorruptFormat):
+            decode_header(bytes(damaged))
+
+
+def test_newer_is_believed_only_when_it_verifies() -> None:
+    raw = encode_header(HEADER)
+    with pytest.raises(NewerFormat, match="format 2"):
+        decode_header(resealed(raw, b8=struct.pack("<I", 2)))
+    unsealed = bytearray(raw)
+    unsealed[8] = 2
+    with pytest.raises(CorruptFormat):
+        decode_header(bytes(unsealed))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        bytes(HEADER_NBYTES),
+        encode_header(HEADER)[:-1],
+        resealed(encode_header(HEADER), b0=b"another!"),
+        resealed(encode_header(HEADER), b112=struct.pack("<Q", 2**63)),
+        resealed(encode_header(HEADER), b112=struct.pack("<Q", 100)),
+    ],
+)
+def test_what_is_no_header_is_corrupt(raw: bytes) -> None:
+    with pytest.raises(CorruptFormat):
+        decode_header(raw)
+
+
+def test_salts_are_random() -> None:
+    fields = {f.name: getattr(HEADER, f.name) for f in dataclasses.fields(HEADER) if f.name != "salt"}
+    one, other = SegmentHeader(**fields), SegmentHeader(**fields)
+    assert one.salt != other.salt and len(one.salt) == 16
+
+
+def test_names() -> None:
+    assert segment_name(1) == "0000000001.wal" and parse_segment_name("0000000001.wal") == 1
+    assert parse_segment_name(segment_name(10**11)) == 10**11
+    for name in ("1.wal", "0000000001.wal.tmp", "x0000000001.wal", "0000000001.wa", "9" * 40 + ".wal"):
+        assert parse_segment_name(name) is None
+
+
+RUNS = (Run(r.SESSION, (b"hello", b"")), Run(r.PUT, r.empty_run(r.PUT, 2)))
+
+
+def test_a_frame_comes_back_and_every_flipped_bit_of_it_is_seen() -> None:
+    raw, checksum = encode_frame(HEADER, 0xBEEF, 100, 99, RUNS)
+    assert len(raw) == frame_nbytes(RUNS) and len(raw) % 8 == 0
+    frame = decode_frame_header(HEADER, memoryview(raw), len(raw))
+    assert frame is not None and frame_verifies(HEADER, frame, memoryview(raw))
+    assert frame == (checksum, HEADER.salt[8:], 0xBEEF, 100, 99, len(raw) - FRAME_HEADER_NBYTES, 4)
+    assert frame.last_lsn == 103
+    for bit in range(len(raw) * 8):
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << (bit % 8)
+        found = decode_frame_header(HEADER, memoryview(damaged), len(damaged))
+        assert found is None or not frame_verifies(HEADER, found, memoryview(damaged)), f"bit {bit}"
+
+
+def test_a_frame_of_another_salt_is_none_of_ours() -> None:
+    raw, _ = encode_frame(HEADER, 0, 100, 99, RUNS)
+    for salt in (bytes(8) + HEADER.salt[8:], HEADER.salt[:8] + bytes(8)):
+        other = dataclasses.replace(HEADER, salt=salt)
+        found = decode_frame_header(other, memoryview(raw), len(raw))
+        assert found is None or not frame_verifies(other, found, memoryview(raw))
+
+
+def test_a_length_beyond_the_segment_is_refused_before_it_is_used() -> None:
+    raw, _ = encode_frame(HEADER, 0, 100, 99, RUNS)
+    assert decode_frame_header(HEADER, memoryview(raw), len(raw) - 1) is None
+    for nbytes in (2**32 - 8, 2**31, len(raw) + 1):
+        struct.pack_into("<I", raw, 40, nbytes)
+        assert decode_frame_header(HEADER, memoryview(raw), len(raw)) is None
+    assert decode_frame_header(HEADER, memoryview(raw)[:47], 47) is None
+
+
+def test_an_empty_frame_carries_the_durable_lsn_alone() -> None:
+    raw, _ = encode_frame(HEADER, 0, 105, 104, ())
+    assert len(raw) == FRAME_HEADER_NBYTES
+    frame = decode_frame_header(HEADER, memoryview(raw), len(raw))
+    assert frame is not None and (frame.num_records, frame.last_lsn, frame.durable_lsn) == (0, 104, 104)
