@@ -16,15 +16,15 @@ from typing import NamedTuple
 import pytest
 
 ROWS = """
-    errors units config outcomes
+    errors units config outcomes machine
     system: clock descriptor lock fs
     block: layout anchors hashing identity
     policy: base lru arc registry
-    tier: base arena stream tensor slab_format slab lmdb_store
+    tier: base arena stream tensor workers slab_format slab_file slab lmdb_store
     wal: records format reader writer
-    table: key_index block_table catalog state checkpoint journal recovery trace audit
-    plan residency spiller prefix room mover
-    cache sessions
+    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit
+    plan residency disk spiller prefix room mover
+    namespace sessions removal cache
     attention* hf*
     metrics cli*
 """

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .block.hashing import chain
 from .block.identity import Identity, differences
 from .block.layout import BlockLayout
 from .config import Config
@@ -21,23 +21,24 @@ from .disk import Disk, open_disk
 from .errors import BadConfig, Closed, Forked, SessionError, StoreUnusable
 from .machine import Sizes, resolve
 from .mover import Mover
-from .namespace import Namespace, Parts
+from .namespace import Core, Namespace
 from .outcomes import Counters, Flushed, Health, RecoveryReport, Stats, Tier, TierStats, Trouble
-from .plan import unneeded_window_parts
 from .policy import Policy, make_policy
+from .removal import Remover
 from .residency import Residency
 from .room import Room
-from .sessions import Session, no_session
+from .sessions import Session, Sessions
 from .spiller import Cause, Spiller
 from .system import Clock, Fs, OsFs, SystemClock
-from .table.catalog import NamespaceRow, SessionRow, to_record
+from .table.catalog import NamespaceRow, SessionRow
 from .table.key_index import Rows
 from .table.state import State
+from .tier.arena import Arena
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .tier.stream import CopyStream, stream_for
 from .tier.tensor import TensorTier
 from .units import format_nbytes
-from .wal.records import NAMESPACE, REMOVAL, REMOVED, SESSION, Run
+from .wal.records import NAMESPACE, Run
 
 _LOG = logging.getLogger("tieredkv")
 _CLOSE_S = 30.0
@@ -67,6 +68,15 @@ def open_cache(
     )
 
 
+def _holds(arena: Arena, strides: Counter[int]) -> bool:
+    """Whether the arena, empty, takes one block with parts of these sizes: each size has chunks of its own."""
+    per_chunk = {stride: arena.slots_per_chunk(stride) for stride in strides}
+    if not all(per_chunk.values()):
+        return False
+    spans = (-(-n // per_chunk[stride]) * arena.chunk_span(stride) for stride, n in strides.items())
+    return sum(spans) <= arena.budget_nbytes
+
+
 class TieredCache:
     """Blocks of KV on the device, in host memory and on disk. Any thread of the opening process may call."""
 
@@ -88,16 +98,18 @@ class TieredCache:
         self._memories: dict[Tier, TensorTier] = {}
         self._residents: dict[Tier, Residency] = {}
         self._spaces: dict[bytes, Namespace] = {}
-        self._open_sessions: set[str] = set()
         self._making = threading.Lock()
         self._unusable: str | None = None
         self._disk = self._open_disk(fs)
         self._spiller: Spiller | None = None
         self._room: Room | None = None
         self._mover: Mover | None = None
-        self._hold_anchors()
-        if self._disk is not None and self._state.catalog.removals:
-            self._finish_removal(time.monotonic() + _CLOSE_S)
+        self._sessions = Sessions(
+            lock=self._lock, state=self._state, clock=clock, log=self._log, remove=self._remove_sessions,
+            room=lambda: self._room, deadline_s=config.deadline_s,
+        )  # fmt: skip
+        if self._state.catalog.removals:
+            self._remover().finish()
 
     def _open_disk(self, fs: Fs) -> Disk | None:
         if self._sizes.disk_nbytes == 0:
@@ -160,7 +172,7 @@ class TieredCache:
             if digest not in self._spaces:
                 self._make_tiers(layout)
                 row = self._namespace_row(digest, identity, layout)
-                self._spaces[digest] = Namespace(row, self._parts())
+                self._spaces[digest] = Namespace(row, self._core())
             return self._spaces[digest]
 
     def _namespace_row(self, digest: bytes, identity: Identity, layout: BlockLayout) -> NamespaceRow:
@@ -201,12 +213,12 @@ class TieredCache:
             self._make_movers()
         for tier, resident in self._residents.items():
             header = SLOT_HEADER_NBYTES if tier is Tier.DISK else 0
-            fits = all(resident.arena.slots_per_chunk(n + header) for n in layout.part_nbytes)
-            need = layout.block_nbytes + header * len(layout.groups)
-            if not fits or resident.arena.budget_nbytes < need:
+            strides = Counter(n + header for n in layout.part_nbytes)
+            if not _holds(resident.arena, strides):
                 raise BadConfig(
-                    f"{tier.name.lower()}_nbytes gives {format_nbytes(resident.arena.budget_nbytes)} to blocks,"
-                    f" one block of this model needs {format_nbytes(need)}: raise the budget"
+                    f"{tier.name.lower()}_nbytes gives {format_nbytes(resident.arena.budget_nbytes)} to blocks, too"
+                    f" little for one of this model, {format_nbytes(sum(strides.elements()))} in whole chunks of"
+                    f" {format_nbytes(resident.arena.chunk_nbytes)} for each part size: raise the budget"
                 )
 
     def _memory(self, name: str, nbytes: int, largest: int, device: torch.device | None) -> TensorTier:
@@ -245,6 +257,7 @@ class TieredCache:
         if disk is not None:
             disk.on_failed_sync = self._give_up
             self._room.trim(Tier.DISK, time.monotonic() + _CLOSE_S)
+        self._sessions.remove_expired()
 
     def _give_up(self, parts: list[tuple[int, int]]) -> None:
         """A slab failed to sync: what it cannot keep is off the disk until it is spilled again (lock held)."""
@@ -253,9 +266,9 @@ class TieredCache:
         if parts:
             self._spiller.drop(parts, Cause.FAILED_SYNC)
 
-    def _parts(self) -> Parts:
+    def _core(self) -> Core:
         assert self._mover is not None, "tiers are made before namespaces"
-        return Parts(
+        return Core(
             lock=self._lock, table=self._table, residents=self._residents, mover=self._mover,
             spiller=self._spiller, eager=self.config.spill == "eager", counters=self._counters,
             deadline_s=self.deadline_s, drop_failed=self._drop_failed,
@@ -294,7 +307,7 @@ class TieredCache:
             if on_disk and self._spiller is not None:
                 self._spiller.drop(on_disk, cause)
 
-    # ---- sessions ------------------------------------------------------------------------------
+    # ---- sessions and removal ------------------------------------------------------------------
 
     def session(self, name: str, space: Namespace) -> Session:
         """Open or resume the session `name` of a namespace.
@@ -306,149 +319,35 @@ class TieredCache:
             SessionError: it is open already in this process.
         """
         self.check_open()
-        with self._lock:
-            if name in self._open_sessions:
-                raise SessionError(f"session {name!r} is open already; close it first")
-            row = self._state.catalog.sessions.get(name)
-            if row is None or row.namespace != space.row.number or self._is_expired(row):
-                row = no_session(name, space.row.number)
-            self._open_sessions.add(name)
-        return Session(self, space, row, lambda: self._open_sessions.discard(name))
-
-    def has_session(self, name: str) -> bool:
-        with self._lock:
-            row = self._state.catalog.sessions.get(name)
-            return row is not None and not self._is_expired(row)
+        return self._sessions.open(name, space)
 
     def sessions(self) -> tuple[SessionRow, ...]:
         """Every session that has not expired, by name."""
         self.check_open()
-        with self._lock:
-            rows = sorted(self._state.catalog.sessions.values(), key=lambda row: row.name)
-            return tuple(row for row in rows if not self._is_expired(row))
-
-    def clock_s(self) -> float:
-        """The store's own clock: seconds of open time so far."""
-        return self._state.catalog.clock_s + self._clock.monotonic() - self._opened_at
-
-    def _is_expired(self, row: SessionRow) -> bool:
-        return 0 < row.expires_at <= self.clock_s()
-
-    def put_session(self, before: SessionRow, after: SessionRow) -> None:
-        """Log a session's new content, then let go of the anchors that it no longer names."""
-        self.check_open()
-        with self._lock:
-            logged = self._state.catalog.sessions.get(after.name)
-        self._log(SESSION, (after.encode(logged),), f"session {after.name!r}")
-        with self._lock:
-            self._hold(after, 1)
-            if logged is not None:
-                self._let_go(logged)
-
-    def _hold_anchors(self) -> None:
-        """After recovery every session holds its anchors."""
-        with self._lock:
-            for row in self._state.catalog.sessions.values():
-                self._hold(row, 1)
-
-    def _chain_rows(self, row: SessionRow) -> Rows:
-        """Rows of the session's whole blocks, -1 where a block is not there (lock held)."""
-        namespace = self._state.catalog.namespaces.get(row.namespace)
-        if namespace is None:
-            return np.zeros(0, dtype=np.int32)
-        digests = chain(namespace.digest, row.tokens, namespace.layout.block_size)
-        return self._table.find(digests)
-
-    def _anchor_rows(self, row: SessionRow, rows: Rows) -> list[int]:
-        namespace = self._state.catalog.namespaces.get(row.namespace)
-        if namespace is None:
-            return []
-        size = namespace.layout.block_size
-        ends = [rows[anchor // size - 1] for anchor in row.anchors if 0 < anchor // size <= len(rows)]
-        return [int(end) for end in ends if end >= 0]
-
-    def _hold(self, row: SessionRow, count: int) -> list[int]:
-        """Count this session among the holders of its anchors, and pin its blocks if it wants that."""
-        rows = self._chain_rows(row)
-        ends = self._anchor_rows(row, rows)
-        for end in ends:
-            self._table.holders[end] = max(0, self._table.holders[end] + count)
-        if row.pinned:
-            there = rows[rows >= 0]
-            self._table.pins[there] = np.maximum(0, self._table.pins[there] + count)
-        return ends
-
-    def _let_go(self, row: SessionRow) -> None:
-        """The session no longer holds these anchors: window parts that nobody needs leave every tier."""
-        ends = self._hold(row, -1)
-        parts = [
-            part
-            for end in ends
-            if self._table.holders[end] == 0
-            for part in unneeded_window_parts(self._table, self._layout_of(end), end)
-        ]
-        if parts and self._room is not None:
-            self._room.release(list(dict.fromkeys(parts)), Cause.RELEASED)
-
-    def remove_sessions(self, names: Iterable[str]) -> None:
-        """Remove sessions and the blocks that no other session shares, from every tier; synced on return."""
-        self.check_open()
-        with self._lock:
-            going = [row for n in names if (row := self._state.catalog.sessions.get(n)) is not None]
-            staying = [row for row in self._state.catalog.sessions.values() if row not in going]
-            kept: set[int] = set()
-            for row in staying:
-                kept.update(self._chain_rows(row).tolist())
-            lost = {r for row in going for r in self._chain_rows(row).tolist()} - kept - {-1}
-            for row in going:
-                self._hold(row, -1)
-        self._remove(sorted(lost), {"sessions": [row.name for row in going]})
+        return self._sessions.rows()
 
     def purge(self, space: Namespace) -> None:
         """Remove everything of a namespace from every tier, log and checkpoint; synced on return.
 
         The namespace object is of no use afterwards; ask `namespace` for it again.
+
+        Raises:
+            SessionError: the removal is logged but could not be finished; the next open finishes it.
         """
         self.check_open()
-        with self._lock:
-            rows = self._table.live_rows()
-            rows = rows[self._table.namespace[rows] == space.row.number]
-            for row in self._state.catalog.sessions.values():
-                if row.namespace == space.row.number:
-                    self._hold(row, -1)
-        self._remove(rows.tolist(), {"namespace": space.row.number})
         with self._making:
             self._spaces.pop(space.digest, None)
+            self._remover().purge(space.row.number)
 
-    def _remove(self, rows: list[int], removal: dict[str, Any]) -> None:
-        until = time.monotonic() + _CLOSE_S
-        if self._spiller is not None:
-            self._spiller.drain(until)
-        with self._lock:
-            parts = [(row, g) for row in rows for g in range(self._table.num_groups)]
-            self._zero(parts)
-            if self._spiller is not None:
-                self._spiller.forget_tokens(self._table.digest[row].tobytes() for row in rows)
-            ticket = self._room.release(parts, Cause.REMOVED) if self._room is not None else None
-            self._table.forget_gone()
-        if ticket is not None:
-            ticket.wait(max(0.0, until - time.monotonic()))
-        self._log(REMOVAL, (to_record(removal),), "the removal")
-        self._finish_removal(until)
+    def _remove_sessions(self, names: Iterable[str]) -> None:
+        self.check_open()
+        self._remover().remove_sessions(names)
 
-    def _finish_removal(self, until: float) -> None:
-        """Erase what a logged removal left on disk; also at open, where a crash cut a removal short."""
-        if self._disk is not None and not self._disk.erase(until):
-            raise SessionError(f"the removal is logged but not all erased: {self._disk.journal.trouble}")
-        self._log(REMOVED, (to_record({}),), "the end of the removal")
-
-    def _zero(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Overwrite memory slots before they are given back (lock held)."""
-        for row, group in parts:
-            for tier, memory in self._memories.items():
-                slot = int(self._table.slot[tier, group, row])
-                if slot >= 0:
-                    memory.zero(self._layout_of(row).part_nbytes[group], [slot])
+    def _remover(self) -> Remover:
+        return Remover(
+            lock=self._lock, state=self._state, sessions=self._sessions, memories=self._memories,
+            room=self._room, spiller=self._spiller, disk=self._disk, log=self._log,
+        )  # fmt: skip
 
     # ---- the whole -----------------------------------------------------------------------------
 
@@ -552,6 +451,9 @@ class TieredCache:
             self._closed = True
             return Flushed(0, 0)
         until = time.monotonic() + timeout_s
+        if self._room is not None:
+            self._sessions.remove_expired()
+        self._sessions.note_time()
         flushed = self._flush(until)
         self._closed = True
         if self._spiller is not None:

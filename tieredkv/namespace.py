@@ -39,7 +39,7 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Core:
     """What a namespace works with; one for the whole cache."""
 
     lock: threading.Condition
@@ -58,11 +58,11 @@ class Parts:
 class Namespace:
     """All blocks of one identity. Made by `TieredCache.namespace`; any thread may call."""
 
-    def __init__(self, row: NamespaceRow, parts: Parts) -> None:
+    def __init__(self, row: NamespaceRow, core: Core) -> None:
         self.row = row
         self.layout: BlockLayout = row.layout
         self.digest = row.digest
-        self._parts = parts
+        self._core = core
 
     # ---- lookup --------------------------------------------------------------------------------
 
@@ -72,10 +72,10 @@ class Namespace:
         Args:
             tokens: 1-D integers; one of them is always left to compute.
         """
-        self._parts.check_open()
+        self._core.check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
-        with self._parts.lock:
+        with self._core.lock:
             found = self._find(ids, digests)
             return self._describe(found)
 
@@ -86,9 +86,9 @@ class Namespace:
     def _find(
         self, tokens: Tokens, digests: Digests, absent: frozenset[tuple[int, int]] = frozenset()
     ) -> _Found:
-        rows = self._parts.table.find(digests)
+        rows = self._core.table.find(digests)
         limit = max(0, len(tokens) - 1) // self.layout.block_size
-        present = self._parts.table.present(rows, len(self.layout.groups))
+        present = self._core.table.present(rows, len(self.layout.groups))
         for row, group in absent:
             present[group, rows == row] = False
         boundary = longest_restorable(self.layout, present, limit)
@@ -104,7 +104,7 @@ class Namespace:
         """Tokens by the tier they would be read from: for each block the slowest of what it needs."""
         if not len(rows):
             return {}
-        slots = self._parts.table.slot[:, : len(self.layout.groups), rows] >= 0
+        slots = self._core.table.slot[:, : len(self.layout.groups), rows] >= 0
         best = np.argmax(slots, axis=0)
         for group, need in enumerate(self.layout.num_window_blocks):
             if need:
@@ -114,7 +114,7 @@ class Namespace:
 
     def _why(self, found: _Found) -> tuple[Reason, str]:
         """Why the boundary is not larger."""
-        table, size = self._parts.table, self.layout.block_size
+        table, size = self._core.table, self.layout.block_size
         if found.limit == 0:
             return Reason.TOO_SHORT, f"a block is {size} tokens and one token is left to compute"
         if found.boundary == found.limit:
@@ -127,7 +127,7 @@ class Namespace:
         if block and found.rows[block - 1] >= 0 and table.first_child[found.rows[block - 1]] >= 0:
             return Reason.DIVERGED, f"within the block at token {block * size}"
         if block == 0:
-            differs = self._parts.identity_differences(self.row)
+            differs = self._core.identity_differences(self.row)
             if differs:
                 return Reason.IDENTITY, ", ".join(differs)
         return Reason.NEVER_STORED, f"from token {block * size}"
@@ -143,19 +143,19 @@ class Namespace:
         Args:
             timeout_s: the longest to wait for the disk; the configured deadline if None.
         """
-        parts = self._parts
-        parts.check_open()
+        core = self._core
+        core.check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
-        until = time.monotonic() + (parts.deadline_s if timeout_s is None else timeout_s)
+        until = time.monotonic() + (core.deadline_s if timeout_s is None else timeout_s)
         failures: list[Failure] = []
         while True:
             absent = frozenset((f.row, f.group) for f in failures)
-            with parts.lock:
+            with core.lock:
                 found = self._find(ids, digests, absent)
                 lookup = self._describe(found)
                 rows = found.rows[: found.boundary]
-                parts.table.pins[rows] += 1
+                core.table.pins[rows] += 1
             segments, failed = self._bring_up(rows, until)
             if not failed:
                 break
@@ -182,7 +182,7 @@ class Namespace:
             found, failed = (
                 ([], [])
                 if not len(rows)
-                else self._parts.mover.promote(self.layout, group, rows[first:], first, until)
+                else self._core.mover.promote(self.layout, group, rows[first:], first, until)
             )
             segments.append(found)
             failures += failed
@@ -191,22 +191,22 @@ class Namespace:
     def _report(self, failures: Sequence[Failure]) -> None:
         """Count what failed and drop what is provably useless; a time-out proves nothing."""
         for failure in failures:
-            self._parts.counters.add(f"{failure.reason.name.lower()}_parts")
+            self._core.counters.add(f"{failure.reason.name.lower()}_parts")
         bad = [(f.row, f.group) for f in failures if f.reason is not Reason.TIMED_OUT]
         if bad:
-            self._parts.drop_failed(bad, Cause.DAMAGED)
+            self._core.drop_failed(bad, Cause.DAMAGED)
 
     def _hit(self, rows: Rows, lookup: Lookup) -> None:
-        with self._parts.lock:
-            for tier, resident in self._parts.residents.items():
+        with self._core.lock:
+            for tier, resident in self._core.residents.items():
                 resident.touch(rows)
                 resident.hit_tokens += lookup.by_tier.get(tier.name.lower(), 0)
 
     def _unpin(self, rows: Rows) -> None:
-        with self._parts.lock:
-            self._parts.table.pins[rows] -= 1
-            assert not (self._parts.table.pins[rows] < 0).any(), "a prefix was unpinned twice"
-            self._parts.lock.notify_all()
+        with self._core.lock:
+            self._core.table.pins[rows] -= 1
+            assert not (self._core.table.pins[rows] < 0).any(), "a prefix was unpinned twice"
+            self._core.lock.notify_all()
 
     # ---- store ---------------------------------------------------------------------------------
 
@@ -222,32 +222,32 @@ class Namespace:
         Raises:
             BadInput: an anchor that is no boundary, or tensors that are not as the layout says.
         """
-        parts, size = self._parts, self.layout.block_size
-        parts.check_open()
+        core, size = self._core, self.layout.block_size
+        core.check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
         spans = self._spans(kv, len(ids))
         boundaries = self._boundaries(anchors, len(digests))
         covered = self._covered(spans, len(digests))
-        with parts.lock:
-            rows = parts.table.register(self.row.number, digests)
+        with core.lock:
+            rows = core.table.register(self.row.number, digests)
             end = int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)
             rows = rows[:end]
-            parts.table.uses[rows] += 1
+            core.table.uses[rows] += 1
             missing, num_storable = self._missing(rows, covered, boundaries)
-            if parts.spiller is not None:
+            if core.spiller is not None:
                 new = np.flatnonzero(missing.any(axis=0)).tolist()
-                parts.spiller.remember_tokens(
+                core.spiller.remember_tokens(
                     {digests[b].tobytes(): ids[b * size : b * size + size] for b in new}
                 )
-        taken = parts.mover.store(self.layout, rows, missing, spans, time.monotonic() + parts.deadline_s)
+        taken = core.mover.store(self.layout, rows, missing, spans, time.monotonic() + core.deadline_s)
         return self._stored(rows, missing, min(taken, num_storable), len(digests))
 
     def _missing(
         self, rows: Rows, covered: npt.NDArray[np.bool_], boundaries: Sequence[int]
     ) -> tuple[npt.NDArray[np.bool_], int]:
         """Parts to store, and up to which block all full parts are there or come (lock held)."""
-        present = self._parts.table.present(rows, len(self.layout.groups))
+        present = self._core.table.present(rows, len(self.layout.groups))
         missing = ~present
         for group, need in enumerate(self.layout.num_window_blocks):
             if need:
@@ -261,24 +261,24 @@ class Namespace:
         return missing, end
 
     def _stored(self, rows: Rows, missing: npt.NDArray[np.bool_], taken: int, num_blocks: int) -> Stored:
-        parts, spilling = self._parts, Spilling()
+        core, spilling = self._core, Spilling()
         spilling.ended()
         missing[:, taken:] = False
-        with parts.lock:
+        with core.lock:
             groups, blocks = np.nonzero(missing)
-            for resident in parts.residents.values():
+            for resident in core.residents.values():
                 resident.settle(rows[np.unique(blocks)])
-            if parts.spiller is not None and parts.eager and len(blocks):
-                spilling = parts.spiller.enqueue(rows[blocks], groups)
-            parts.table.uses[rows] -= 1
-            parts.table.free_if_empty(rows)
-            parts.lock.notify_all()
+            if core.spiller is not None and core.eager and len(blocks):
+                spilling = core.spiller.enqueue(rows[blocks], groups)
+            core.table.uses[rows] -= 1
+            core.table.free_if_empty(rows)
+            core.lock.notify_all()
         num_new = int(missing.any(axis=0).sum())
         refused = num_blocks - taken
-        parts.counters.add("stored_blocks", num_new)
+        core.counters.add("stored_blocks", num_new)
         reason = Reason.COMPLETE
         if refused:
-            parts.counters.add("refused_blocks", refused)
+            core.counters.add("refused_blocks", refused)
             reason = Reason.KEY_TAKEN if len(rows) < num_blocks else Reason.NO_SPACE
         return Stored(num_new, taken - num_new, refused, reason, wait=spilling.wait)
 
@@ -292,6 +292,8 @@ class Namespace:
             for layer, tensors in names.items():
                 given = kv.get(layer, ())
                 if given and isinstance(given[0], torch.Tensor):
+                    if len(given) != len(tensors):
+                        raise BadInput(f"layer {layer}: {len(given)} tensors, the layout has {len(tensors)}")
                     given = [Span(0, dict(zip(tensors, given, strict=True)))]  # type: ignore[arg-type]
                 spans[layer] = given  # type: ignore[assignment]
             for spec in group.tensors:

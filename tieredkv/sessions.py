@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
-from .block.hashing import Tokens, as_tokens
+from .block.hashing import Tokens, as_tokens, chain
 from .errors import BadInput, SessionError
 from .namespace import Namespace
 from .outcomes import Stored
-from .table.catalog import SessionRow, Turn, session_with
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from .cache import TieredCache
+from .plan import unneeded_window_parts
+from .room import Room
+from .spiller import Cause
+from .system import Clock
+from .table.catalog import SessionRow, Turn, session_with, to_record
+from .table.key_index import Rows
+from .table.state import State
+from .wal.records import CLOCK, SESSION
 
 _DAY_S = 86_400.0
 
@@ -26,9 +30,9 @@ class Session:
     """One conversation of one namespace. Made by `TieredCache.session`; one thread at a time may use it."""
 
     def __init__(
-        self, cache: TieredCache, space: Namespace, row: SessionRow, release: Callable[[], None]
+        self, owner: Sessions, space: Namespace, row: SessionRow, release: Callable[[], None]
     ) -> None:
-        self._cache = cache
+        self._owner = owner
         self.space = space
         self._row = row
         self._release: Callable[[], None] | None = release
@@ -90,7 +94,7 @@ class Session:
         ids, size = as_tokens(tokens), self.space.layout.block_size
         if any(turn.end > len(ids) for turn in turns) or any(a > len(ids) or a % size for a in anchors):
             raise BadInput(f"a turn or anchor lies beyond {len(ids)} tokens, or off the block size {size}")
-        until = time.monotonic() + self._cache.deadline_s
+        until = time.monotonic() + self._owner.deadline_s
         for batch in stored:
             batch.wait(max(0.0, until - time.monotonic()))
         changes: dict[str, Any] = {
@@ -118,9 +122,9 @@ class Session:
         Raises:
             SessionError: a session of that name exists.
         """
-        if self._cache.has_session(name):
+        if self._owner.exists(name):
             raise SessionError(f"a session named {name!r} exists")
-        forked = self._cache.session(name, self.space)
+        forked = self._owner.open(name, self.space)
         forked._change(
             tokens=self.tokens, turns=self.turns, anchors=self.anchors, meta=self.meta, expires_at=0.0
         )
@@ -137,13 +141,13 @@ class Session:
         """Stop matching this session `days` from now, on the store's own clock."""
         if days <= 0:
             raise BadInput(f"a session expires after more than zero days, not {days}")
-        self._change(expires_at=self._cache.clock_s() + days * _DAY_S)
+        self._change(expires_at=self._owner.clock_s() + days * _DAY_S)
 
     def delete(self) -> None:
         """Remove the session and every block that no other session shares, from all tiers; synced on return."""
         row, release = self._row, self._release
         self._release = None
-        self._cache.remove_sessions([row.name])
+        self._owner.remove([row.name])
         if release is not None:
             release()
 
@@ -157,10 +161,140 @@ class Session:
         if self._release is None:
             raise SessionError(f"session {self.name!r} is closed")
         after = session_with(self._row, **changes)
-        self._cache.put_session(self._row, after)
+        self._owner.put(after)
         self._row = after
 
 
-def no_session(name: str, namespace: int) -> SessionRow:
-    """A session that nothing was said in."""
-    return SessionRow(name, namespace, np.zeros(0, dtype=np.int32))
+class Sessions:
+    """Every session of a cache: opens them by name, logs them, and holds the anchors that they name.
+
+    Args:
+        log: logs records of the catalog and waits until they are applied.
+        remove: removes sessions with their unshared blocks.
+        room: what takes parts out of the tiers, once there are tiers.
+    """
+
+    def __init__(
+        self,
+        *,
+        lock: threading.Condition,
+        state: State,
+        clock: Clock,
+        log: Callable[[int, tuple[bytes, ...], str], None],
+        remove: Callable[[Iterable[str]], None],
+        room: Callable[[], Room | None],
+        deadline_s: float,
+    ) -> None:
+        self._lock = lock
+        self._table = state.table
+        self._catalog = state.catalog
+        self._clock = clock
+        self._log = log
+        self.remove = remove
+        self._room = room
+        self.deadline_s = deadline_s
+        self._open: set[str] = set()
+        closed_s = max(0.0, clock.wall() - self._catalog.wall_s) if self._catalog.wall_s else 0.0
+        self._began_s = self._catalog.clock_s + closed_s - clock.monotonic()
+        with lock:
+            for row in self._catalog.sessions.values():
+                self.hold(row, 1)
+
+    # ---- by name -------------------------------------------------------------------------------
+
+    def open(self, name: str, space: Namespace) -> Session:
+        """Open or resume a session. Raises SessionError if it is open already."""
+        with self._lock:
+            if name in self._open:
+                raise SessionError(f"session {name!r} is open already; close it first")
+            row = self._catalog.sessions.get(name)
+            if row is None or row.namespace != space.row.number or self._is_expired(row):
+                row = SessionRow(name, space.row.number, np.zeros(0, dtype=np.int32))
+            self._open.add(name)
+        return Session(self, space, row, lambda: self._open.discard(name))
+
+    def exists(self, name: str) -> bool:
+        with self._lock:
+            row = self._catalog.sessions.get(name)
+            return name in self._open or (row is not None and not self._is_expired(row))
+
+    def rows(self) -> tuple[SessionRow, ...]:
+        """Every session that has not expired, by name."""
+        with self._lock:
+            rows = sorted(self._catalog.sessions.values(), key=lambda row: row.name)
+            return tuple(row for row in rows if not self._is_expired(row))
+
+    def put(self, after: SessionRow) -> None:
+        """Log a session's new content, then let go of the anchors that it no longer names."""
+        with self._lock:
+            logged = self._catalog.sessions.get(after.name)
+        self._log(SESSION, (after.encode(logged),), f"session {after.name!r}")
+        with self._lock:
+            self.hold(after, 1)
+            if logged is not None:
+                self._let_go(logged)
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def clock_s(self) -> float:
+        """The store's own clock: open time, and wall time while closed as far as that went forward."""
+        return self._began_s + self._clock.monotonic()
+
+    def note_time(self) -> None:
+        """Log how far the store's clock is."""
+        if any(row.expires_at for row in self._catalog.sessions.values()):
+            record = to_record({"clock_s": self.clock_s(), "wall_s": self._clock.wall()})
+            self._log(CLOCK, (record,), "the time")
+
+    def remove_expired(self) -> None:
+        """Erase sessions whose time is over; they stopped matching when it was."""
+        with self._lock:
+            names = [row.name for row in self._catalog.sessions.values() if self._is_expired(row)]
+        if names:
+            self.remove(names)
+
+    def _is_expired(self, row: SessionRow) -> bool:
+        return 0 < row.expires_at <= self.clock_s()
+
+    # ---- anchors -------------------------------------------------------------------------------
+
+    def block_rows(self, row: SessionRow) -> Rows:
+        """Rows of the session's whole blocks, -1 where a block is not there (lock held)."""
+        namespace = self._catalog.namespaces.get(row.namespace)
+        if namespace is None or namespace.layout.is_stand_in:
+            return np.zeros(0, dtype=np.int32)
+        return self._table.find(chain(namespace.digest, row.tokens, namespace.layout.block_size))
+
+    def hold(self, row: SessionRow, count: int) -> list[int]:
+        """Count this session among the holders of its anchors, and pin its blocks if it wants that (lock held).
+
+        Returns:
+            The rows at whose ends the anchors are.
+        """
+        rows = self.block_rows(row)
+        if not len(rows):
+            return []
+        size = self._catalog.namespaces[row.namespace].layout.block_size
+        ends = [int(rows[at // size - 1]) for at in row.anchors if 0 < at // size <= len(rows)]
+        ends = [end for end in ends if end >= 0]
+        for end in ends:
+            self._table.holders[end] = max(0, self._table.holders[end] + count)
+        if row.pinned:
+            there = rows[rows >= 0]
+            self._table.pins[there] = np.maximum(0, self._table.pins[there] + count)
+        return ends
+
+    def _let_go(self, row: SessionRow) -> None:
+        """The session no longer holds these anchors: window parts that nobody needs leave every tier."""
+        layout = (
+            self._catalog.namespaces[row.namespace].layout
+            if row.namespace in self._catalog.namespaces
+            else None
+        )
+        ends = [end for end in self.hold(row, -1) if self._table.holders[end] == 0]
+        room = self._room()
+        if room is None or layout is None:
+            return
+        parts = [part for end in ends for part in unneeded_window_parts(self._table, layout, end)]
+        if parts:
+            room.release(list(dict.fromkeys(parts)), Cause.RELEASED)

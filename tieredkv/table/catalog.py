@@ -130,7 +130,7 @@ class Catalog:
         self.namespaces: dict[int, NamespaceRow] = {}
         self.sessions: dict[str, SessionRow] = {}
         self.removals: list[dict[str, Any]] = []
-        self.clock_s = 0.0
+        self.clock_s = self.wall_s = 0.0
 
     def by_digest(self, digest: bytes) -> NamespaceRow | None:
         return next((row for row in self.namespaces.values() if row.digest == digest), None)
@@ -154,7 +154,8 @@ class Catalog:
         elif kind == REMOVED:
             self.removals.clear()
         elif kind == CLOCK:
-            self.clock_s = max(self.clock_s, _from_json(blob)["clock_s"])
+            times = _from_json(blob)
+            self.clock_s, self.wall_s = max(self.clock_s, times["clock_s"]), times["wall_s"]
 
     def _begin_removal(self, removal: dict[str, Any]) -> None:
         self.removals.append(removal)
@@ -169,7 +170,7 @@ class Catalog:
         """The catalog as two values of a checkpoint."""
         blobs = [n.encode() for n in self.namespaces.values()]
         sessions = [s.encode() for s in self.sessions.values()]
-        rest = _to_json({"removals": self.removals, "clock_s": self.clock_s})
+        rest = _to_json({"removals": self.removals, "clock_s": self.clock_s, "wall_s": self.wall_s})
         return {"namespaces": _pack(blobs), "sessions": _pack(sessions), "catalog": rest}
 
     def restore(self, packed: Mapping[str, bytes]) -> None:
@@ -180,7 +181,7 @@ class Catalog:
         for blob in _unpack(packed["sessions"]):
             self._apply_one(SESSION, blob)
         rest = _from_json(packed["catalog"])
-        self.removals, self.clock_s = rest["removals"], rest["clock_s"]
+        self.removals, self.clock_s, self.wall_s = rest["removals"], rest["clock_s"], rest["wall_s"]
 
 
 def session_with(row: SessionRow, **changes: Any) -> SessionRow:

@@ -53,7 +53,8 @@ def _newest(headers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     last = np.append(
         (same[order][1:] != same[order][:-1]) | (headers["group"][order][1:] != headers["group"][order][:-1]), True
     )
-    return order[last]
+    newest: npt.NDArray[np.int64] = order[last]
+    return newest
 
 
 def _unknown(state: State, records: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

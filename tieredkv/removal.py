@@ -1,0 +1,113 @@
+"""Purge and delete: what is removed on request is gone from every tier, the log and every checkpoint, provably."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .disk import Disk
+from .errors import SessionError
+from .outcomes import Tier
+from .room import Room
+from .sessions import Sessions
+from .spiller import Cause, Spiller
+from .table.catalog import to_record
+from .table.state import State
+from .tier.tensor import TensorTier
+from .wal.records import REMOVAL, REMOVED
+
+_REMOVAL_S = 30.0
+
+
+class Remover:
+    """Removes sessions or a namespace. Returns only when nothing of it is left, or raises.
+
+    The order: drops, then the removal's own record, synced; memory zeroed; old slots blanked; a checkpoint
+    without it; the log and the checkpoints before that unlinked. A removal that a crash cut short is
+    finished by the next open.
+    """
+
+    def __init__(
+        self,
+        *,
+        lock: threading.Condition,
+        state: State,
+        sessions: Sessions,
+        memories: dict[Tier, TensorTier],
+        room: Room | None,
+        spiller: Spiller | None,
+        disk: Disk | None,
+        log: Callable[[int, tuple[bytes, ...], str], None],
+    ) -> None:
+        self._lock = lock
+        self._state = state
+        self._sessions = sessions
+        self._memories = memories
+        self._room = room
+        self._spiller = spiller
+        self._disk = disk
+        self._log = log
+
+    def remove_sessions(self, names: Iterable[str]) -> None:
+        """Remove sessions and the blocks that no other session shares."""
+        with self._lock:
+            known = self._state.catalog.sessions
+            going = {name: known[name] for name in names if name in known}
+            kept = {r for name, row in known.items() if name not in going for r in self._block_rows(row)}
+            lost = {r for row in going.values() for r in self._block_rows(row)} - kept
+            for row in going.values():
+                self._sessions.hold(row, -1)
+        self._remove(sorted(lost), {"sessions": sorted(going)})
+
+    def _block_rows(self, row: Any) -> list[int]:
+        return [r for r in self._sessions.block_rows(row).tolist() if r >= 0]
+
+    def purge(self, namespace: int) -> None:
+        """Remove everything of a namespace."""
+        with self._lock:
+            table = self._state.table
+            rows = table.live_rows()
+            rows = rows[table.namespace[rows] == namespace]
+            for row in self._state.catalog.sessions.values():
+                if row.namespace == namespace:
+                    self._sessions.hold(row, -1)
+        self._remove(rows.tolist(), {"namespace": namespace})
+
+    def _remove(self, rows: Sequence[int], removal: dict[str, Any]) -> None:
+        until = time.monotonic() + _REMOVAL_S
+        if self._spiller is not None:
+            self._spiller.drain(until)
+        with self._lock:
+            table = self._state.table
+            parts = [(row, group) for row in rows for group in range(table.num_groups)]
+            self._zero(parts)
+            if self._spiller is not None:
+                self._spiller.forget_tokens(table.digest[row].tobytes() for row in rows)
+            ticket = self._room.release(parts, Cause.REMOVED) if self._room is not None else None
+            table.forget_gone()
+        if ticket is not None:
+            ticket.wait(max(0.0, until - time.monotonic()))
+        self._log(REMOVAL, (to_record(removal),), "the removal")
+        self.finish()
+
+    def finish(self) -> None:
+        """Erase what a logged removal left on disk.
+
+        Raises:
+            SessionError: not all of it; the next open tries again.
+        """
+        until = time.monotonic() + _REMOVAL_S
+        if self._disk is not None and not self._disk.erase(until):
+            raise SessionError(f"the removal is logged but not all erased: {self._disk.journal.trouble}")
+        self._log(REMOVED, (to_record({}),), "the end of the removal")
+
+    def _zero(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Overwrite memory slots before they are given back (lock held)."""
+        table, namespaces = self._state.table, self._state.catalog.namespaces
+        for row, group in parts:
+            for tier, memory in self._memories.items():
+                slot = int(table.slot[tier, group, row])
+                if slot >= 0:
+                    memory.zero(namespaces[int(table.namespace[row])].layout.part_nbytes[group], [slot])
