@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import Config
-from .errors import CorruptFormat, PathUnusable, TieredKVError
+from .errors import BadConfig, CorruptFormat, PathUnusable, TieredKVError
 from .machine import Sizes
 from .outcomes import Counters, RecoveryReport, Tier
 from .policy import Policy, make_policy
@@ -148,8 +148,9 @@ def open_disk(
     """Lock and recover the store at `path`, and start its journal. Adds the DISK tier to `residents`.
 
     Raises:
-        StoreUnusable: and nothing on disk was changed.
+        BadConfig, StoreUnusable: and nothing on disk was changed.
     """
+    segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes)
     lock_file = claim(fs, path)
     try:
         recovered = recover(
@@ -157,7 +158,6 @@ def open_disk(
         )
         state.settle()
         store = _make_store(fs, path, config, sizes)
-        segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes)
         arena = Arena(parts_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
         num_dropped = _claim_slots(state, arena, stride_on_disk)
         policy: Policy[bytes] = make_policy(config.policy, max(parts_nbytes, arena.live_nbytes))
@@ -197,13 +197,18 @@ def shares(sizes: Sizes) -> tuple[int, int, int]:
 
     Two segments, the log that is kept and three tables are set aside at once, so that neither a log at its
     cap nor a checkpoint being written ever needs room that parts have taken.
+
+    Raises:
+        BadConfig: nothing is left for parts.
     """
     budget = sizes.disk_nbytes
     segment = align_up(min(_MAX_SEGMENT_NBYTES, max(_MIN_SEGMENT_NBYTES, budget // 64)))
     log_max = min(sizes.log_keep_nbytes, budget // 8) + 2 * segment
     parts = budget - log_max - segment - budget // 32
-    if parts <= 0:
-        raise PathUnusable(f"disk_nbytes={format_nbytes(budget)} leaves nothing for parts beside the log")
+    if parts < _CHUNK_NBYTES:
+        raise BadConfig(
+            f"disk_nbytes={format_nbytes(budget)} leaves too little for parts beside the log: give 8 MiB or more"
+        )
     return segment, log_max, parts
 
 

@@ -364,7 +364,9 @@ class BlockTable:
         rows = self.find(np.ascontiguousarray(records["digest"]))
         groups = records["group"].astype(np.int64)
         match = (rows >= 0) & (groups < self.num_groups)
-        match[match] = self.put_seq[groups[match], rows[match]] == records["put_seq"][match]
+        at, of = rows[match], groups[match]
+        # a second drop of one put finds its slot given back already
+        match[match] = (self.put_seq[of, at] == records["put_seq"][match]) & (self.slot[Tier.DISK, of, at] >= 0)
         rows[~match] = -1
         self.slot[Tier.DISK, groups[match], rows[match]] = -1
         return rows
