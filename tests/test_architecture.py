@@ -114,7 +114,7 @@ def wrong_imports(module: str, source: str, known: set[str]) -> list[str]:
         return [f"{module} has no place in ROWS"]
     wrong = []
     for line, imported in imports_of(module, ast.parse(source), known):
-        there = place_of(imported) if imported else PLACES["sessions"]
+        there = place_of(imported) if imported else PLACES["cache"]
         same_folder = imported.partition(".")[0] + "*" in PLACES and here == there
         if there is None or not (there < here or same_folder):
             wrong.append(f"{module}:{line} imports {imported or 'tieredkv'}")
@@ -194,7 +194,7 @@ def test_functions_are_short(folder: str) -> None:
         ("tier.slab", "def f():\n    import tieredkv.wal.format"),
         ("tier.slab", "from tieredkv.wal import format"),
         ("tier.slab", "from .. import cache"),
-        ("cache", "from .sessions import Sessions"),
+        ("sessions", "from .cache import TieredCache"),
         ("cache", "from . import open"),
         ("cache", "from .hf.chat import ChatModel"),
         ("hf.chat", "from ..cli.app import run"),
