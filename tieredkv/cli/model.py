@@ -93,7 +93,7 @@ def convert(channel: Channel, job: Mapping[str, Any]) -> None:
 
 
 def _convert_into(folder: Path, channel: Channel) -> None:
-    """`save_pretrained` refuses a model read from GGUF: its weights go into one built from its configuration."""
+    """A model read from GGUF cannot be saved: its weights go into one built from its configuration."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

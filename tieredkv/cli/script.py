@@ -18,13 +18,13 @@ _OWN_QUESTIONS = {
     ),
     "bruno": (
         "What is the ferry called?",
-        "Who is her captain?",
+        "Who is the captain of the ferry?",
         "What travels free on the ferry?",
     ),
     "clara": (
-        "What is the reservoir of the town called?",
-        "How deep is it?",
-        "When do people swim in it?",
+        "What is the town's reservoir called?",
+        "Who runs the bakery?",
+        "What is the bakery known for?",
     ),
 }
 _ANY_QUESTIONS = {
@@ -32,6 +32,15 @@ _ANY_QUESTIONS = {
     "bruno": ("Which numbers does the text give?", "What do they count?", "Which is the largest?"),
     "clara": ("How does the text end?", "Who is in it?", "What would be a good title?"),
 }
+
+PLAIN_TEMPLATE = (
+    "{{ bos_token or '' }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }}\n\n"
+    "{% elif message['role'] == 'user' %}Question: {{ message['content'] }}\n"
+    "{% else %}Answer:{{ message['content'] }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
+)
+"""For models that were not trained to chat: questions and answers, each on a line."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Script:
     document_name: str
     document: str
     questions: Mapping[str, tuple[str, ...]]
-    num_answer_tokens: int = 24
+    num_answer_tokens: int = 32
 
     @classmethod
     def about(cls, document: str, document_name: str | None) -> Script:
@@ -80,7 +89,7 @@ class Script:
 def small_config(layout: BlockLayout, num_tokens: int) -> Config:
     """Budgets below what the chat needs, so that the policy has to choose.
 
-    Each memory tier holds about four fifths of what restoring the document alone takes: its full parts and
+    Each memory tier holds about three fifths of what restoring the document alone takes: its full parts and
     the window parts of one anchor. The disk holds that sixteen times over, beside the log's own needs.
     """
     num_blocks = -(-num_tokens // layout.block_size)
@@ -90,7 +99,7 @@ def small_config(layout: BlockLayout, num_tokens: int) -> Config:
         for group, part, window in parts
     )
     unit = 8 * MiB if nbytes > 16 * MiB else 64 * 1024
-    memory = max(align_up(nbytes * 4 // 5, unit), 2 * layout.block_nbytes)
+    memory = max(align_up(nbytes * 3 // 5, unit), 2 * layout.block_nbytes)
     return Config(
         device_nbytes=memory,
         host_nbytes=memory,

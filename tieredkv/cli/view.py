@@ -24,7 +24,7 @@ class View:
 
     def line(self, text: str, style: str = "") -> None:
         self._end_stage()
-        self.console.print(text, style=style, highlight=False)
+        self.console.print(text, style=style, highlight=False, soft_wrap=True)
 
     def stage(self, text: str) -> None:
         """What is being done now, until something else is shown."""
@@ -63,8 +63,11 @@ class View:
     def _turn(self, event: Event) -> None:
         again = " (interrupted: again from the question)" if event["again"] else ""
         self.line(f"\n[bold]{event['session']}[/]  {escape(event['question'])}[dim]{again}[/]")
+        if self.console.is_terminal:
+            self.stage("computing the prompt")
 
     def _piece(self, event: Event) -> None:
+        self._end_stage()
         self.console.print(
             event["text"].replace("\n", " "),
             end="",

@@ -1,0 +1,90 @@
+"""The console script without its extras, and the errors it turns into one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WITHOUT = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Without, sys.meta_path)
+sys.argv = ["tieredkv", *{arguments!r}]
+from tieredkv.cli import main
+main()
+"""
+
+
+def run(*arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    source = WITHOUT.format(blocked=blocked, arguments=arguments)
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False, cwd=root
+    )
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_names_the_extra_for_the_command_line(package: str) -> None:
+    done = run("--help", blocked=(package,))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f'tieredkv: the command line needs {package}: pip install "tieredkv[cli]"'
+    ]
+
+
+def test_names_the_extra_for_the_demo() -> None:
+    done = run("demo", blocked=("transformers",))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ['tieredkv: the demo needs transformers: pip install "tieredkv[demo]"']
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    done = run("--help", blocked=("transformers", "torch"))
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("demo", "stat", "fsck"))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: None, "not a folder"),
+        (lambda path: path.write_text("x"), "not a folder"),
+        (lambda path: path.mkdir(), "no config.json"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("{}")), "model"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("{not json")), "model"),
+    ],
+)
+def test_model_path_errors_are_one_line(tmp_path: Path, make: object, reason: str) -> None:
+    path = tmp_path / "model"
+    make(path)  # type: ignore[operator]
+    done = run("demo", "--model", str(path), "--json")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tieredkv: ") and str(path) in line and reason in line
+
+
+def test_document_errors_name_file_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "document.txt"
+    path.write_bytes(b"caf\xe9 " * 5000)
+    done = run("demo", "--document", str(path))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert str(path) in line and "not UTF-8" in line
+
+
+@pytest.mark.parametrize("command", ["stat", "fsck"])
+def test_a_folder_of_other_things_is_no_store(tmp_path: Path, command: str) -> None:
+    (tmp_path / "letter.txt").write_text("dear reader")
+    done = run(command, str(tmp_path), "--json")
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+    assert not done.stdout or json.loads(done.stdout.splitlines()[-1])

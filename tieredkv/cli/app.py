@@ -1,0 +1,86 @@
+"""The commands: `demo`, `stat`, `fsck`. Errors of ours are one line; others are bugs and show a trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import NotAStore, TieredKVError
+
+app = typer.Typer(
+    help="A tiered KV cache for LLM chats that survives anything.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on the last line.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A store directory.")]
+
+
+@app.command()
+def demo(
+    model: Annotated[Path | None, typer.Option(help="A local folder of a transformers causal LM.")] = None,
+    document: Annotated[Path | None, typer.Option(help="A UTF-8 text of at least 3,000 tokens.")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Keep the chat's store here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Chat in little memory, be killed in the middle of an answer, come back without a prefill."""
+    from .demo import run_demo
+    from .document import own_document, read_document
+    from .model import check_folder, require
+    from .report import print_outcome
+    from .script import Script
+
+    require("transformers")
+    if model is not None:
+        check_folder(model)
+    text = own_document() if document is None else read_document(document)
+    console = Console()
+    outcome = run_demo(
+        console, model, Script.about(text, None if document is None else str(document)), directory
+    )
+    print_outcome(console, outcome)
+    if as_json:
+        print(json.dumps(outcome.as_json()))
+    raise typer.Exit(0 if outcome.ok else 1)
+
+
+@app.command()
+def stat(directory: Directory, as_json: AsJson = False) -> None:
+    """What is in a store: namespaces, sessions, parts by tier, log, checkpoints, last recovery."""
+    from ..table.audit import stat as read_stat
+
+    show(read_stat(directory), as_json)
+
+
+@app.command()
+def fsck(
+    directory: Directory,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Verify every reachable byte of a store. Exit code 0 clean, 1 loss, 2 damage, 3 no store."""
+    from ..table.audit import fsck as check
+
+    show(check(directory, repair=repair), as_json)
+
+
+def show(report: Any, as_json: bool) -> None:
+    """A frozen dataclass, as a text of its own or as JSON."""
+    print(json.dumps(asdict(report)) if as_json else report)
+
+
+def run() -> None:
+    """The command line. Exit codes: 0 clean, 1 loss or an unmet figure, 2 damage or an error, 3 no store."""
+    try:
+        app()
+    except TieredKVError as error:
+        print(f"tieredkv: {error}", file=sys.stderr)
+        raise SystemExit(3 if isinstance(error, NotAStore) else 2) from None

@@ -1,0 +1,82 @@
+"""The child that measures: first tokens cold and resumed, and whether what comes back is what was stored.
+
+Everything happens in one process that loads its model once, on a store of its own. Cold: the first question
+of a session in a namespace where nothing is stored. Resumed: the store is closed and opened again, so that
+memory holds nothing; the session is found by its name and asked the same question in the place of the first
+one, so the prompt is the same. Every resumed run has an opening of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..cache import TieredCache, open_cache
+from ..hf import ChatModel
+from .chatter import chat_model, prepare, spent
+from .child import Channel, serve
+from .equality import compare, remember, top_two_gap
+from .script import Script
+
+NUM_RUNS = 5
+
+
+def measure(channel: Channel, job: Mapping[str, Any]) -> None:
+    """Say the medians, what was reused, and the differences found; says its stages."""
+    script = Script.from_json(job["script"])
+    model, tokenizer, config = prepare(channel, Path(job["model"]), script)
+    question = next(script.turns()).question
+    gaps = [top_two_gap(model, tokens) for tokens in job["doubts"]]
+
+    def chats(kv: TieredCache, run: int) -> ChatModel:
+        return chat_model(kv, model, tokenizer, salt=f"run {run}")
+
+    channel.say("stage", text="warming up")
+    model.generate(**tokenizer(question, return_tensors="pt"), max_new_tokens=2, do_sample=False)
+    cold = []
+    with open_cache(job["store"], config) as kv:
+        for run in range(NUM_RUNS):
+            channel.say("stage", text=f"first token cold, run {run + 1} of {NUM_RUNS}")
+            with chats(kv, run).session(f"reader {run}") as session:
+                session.system(script.document)
+                cold.append(first_token_s(session, question))
+        channel.say("stage", text="an answer to compare")
+        with chats(kv, NUM_RUNS).session("comparison") as session:
+            ids = remember(session, model, tokenizer(script.document)["input_ids"])
+    channel.say("stage", text="restored against never evicted")
+    with open_cache(job["store"], config) as kv, chats(kv, NUM_RUNS).session("comparison") as session:
+        kv_differences, logits_differences = compare(session, model, *ids)
+    resumed, reused = [], {}
+    for run in range(NUM_RUNS):
+        channel.say("stage", text=f"first token resumed, opening {run + 1} of {NUM_RUNS}")
+        with open_cache(job["store"], config) as kv, chats(kv, run).session(f"reader {run}") as session:
+            session.rollback(turns=1)
+            resumed.append(first_token_s(session, question))
+            reused = spent(session)
+    channel.say(
+        "measured",
+        cold_ttft_s=median(cold),
+        resumed_ttft_s=median(resumed),
+        kv_differences=kv_differences,
+        logits_differences=logits_differences,
+        gaps=gaps,
+        **reused,
+    )
+
+
+def first_token_s(session: Any, question: str) -> float:
+    """From `send` to its first token, in seconds."""
+    began = time.perf_counter()
+    pieces = session.send(question, max_new_tokens=1)
+    next(pieces)
+    seconds = time.perf_counter() - began
+    for _ in pieces:
+        pass  # the end of the turn, which commits it
+    return seconds
+
+
+if __name__ == "__main__":
+    serve(measure)
