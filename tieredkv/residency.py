@@ -52,6 +52,18 @@ class Residency:
         """Bytes of the block's slots here."""
         return sum(self._stride_nbytes(row, group) for group in self.groups_of(row))
 
+    def _nbytes_of_each(self, rows: Rows) -> list[int]:
+        """`nbytes_of` for many rows; equal numbers are one object, since a policy keeps one for each block."""
+        here = self.table.slot[self.tier][:, rows] >= 0
+        namespaces = self.table.namespace[rows]
+        total = np.zeros(len(rows), dtype=np.int64)
+        for namespace in set(namespaces.tolist()):
+            for group, mine in enumerate(here & (namespaces == namespace)):
+                if mine.any():
+                    total[mine] += self._stride_nbytes(int(rows[np.argmax(mine)]), group)
+        distinct: dict[int, int] = {}
+        return [distinct.setdefault(nbytes, nbytes) for nbytes in total.tolist()]
+
     def stride_nbytes(self, row: int, group: int) -> int:
         return self._stride_nbytes(row, group)
 
@@ -62,8 +74,8 @@ class Residency:
 
     def enter(self, rows: Rows) -> None:
         """Tell the policy of blocks that have a part here, new or one more; a chain's tail ages first."""
-        for row in reversed(rows.tolist()):
-            key, nbytes = self.table.key_of(row), self.nbytes_of(row)
+        rows = rows[::-1]
+        for key, nbytes in zip(keys_of(self.table.digest[rows]), self._nbytes_of_each(rows), strict=True):
             if key in self.policy:
                 self.policy.resize(key, nbytes)
             else:
@@ -73,13 +85,12 @@ class Residency:
         """After recovery: tell the policy of every block here, the oldest put first."""
         table = self.table
         rows = table.live_rows()
-        slots = table.slot[self.tier][:, rows]
-        rows = rows[(slots >= 0).any(axis=0)]
-        newest = np.where(slots >= 0, table.put_seq[: table.num_groups][:, table.live_rows()], 0).max(axis=0)
-        order = np.argsort(newest[(slots >= 0).any(axis=0)], kind="stable")
-        rows = rows[order]
-        for row, key in zip(rows.tolist(), keys_of(table.digest[rows]), strict=True):
-            self.policy.insert(key, self.nbytes_of(row))
+        here = table.slot[self.tier][:, rows] >= 0
+        newest = np.where(here, table.put_seq[:, rows], 0).max(axis=0)
+        order = np.argsort(newest, kind="stable")
+        rows = rows[order[here.any(axis=0)[order]]]
+        for key, nbytes in zip(keys_of(table.digest[rows]), self._nbytes_of_each(rows), strict=True):
+            self.policy.insert(key, nbytes)
 
     def leave(self, row: int, groups: Sequence[int], *, evicted: bool) -> None:
         """Free the slots of the block's parts of `groups` here; `evicted` for want of space."""
@@ -111,12 +122,12 @@ class Residency:
     def touch(self, rows: Rows) -> None:
         """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first."""
         here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
-        self.policy.touch(self.table.key_of(row) for row in reversed(here.tolist()))
+        self.policy.touch(keys_of(self.table.digest[here[::-1]]))
 
     def settle(self, rows: Rows) -> None:
         """A chain's `rows`, head to tail, came in one by one: put them in order, which is no hit."""
         here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
-        self.policy.reorder(self.table.key_of(row) for row in reversed(here.tolist()))
+        self.policy.reorder(keys_of(self.table.digest[here[::-1]]))
 
     def victims(self, nbytes: int, incoming: Sequence[bytes]) -> list[int]:
         """Rows that the policy would let go for `nbytes`, none of them pinned or moving."""

@@ -57,32 +57,27 @@ def chain(root: bytes, tokens: Tokens, block_size: int, extra: Mapping[int, byte
     Returns:
         uint8 `[n // block_size, 32]`.
     """
+    sha256, parent = hashlib.sha256, root
+    digests = [
+        parent := sha256(parent + rest).digest() for rest in _suffixes(tokens, block_size, extra or {})
+    ]
+    return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_NBYTES)
+
+
+def _suffixes(tokens: Tokens, block_size: int, extra: Mapping[int, bytes]) -> list[bytes]:
+    """What follows the parent in each block's preimage."""
     num_blocks = len(tokens) // block_size
-    suffixes = _suffixes(tokens, num_blocks, block_size)
-    step = len(suffixes) // num_blocks if num_blocks else 0
-    sha256, parent, digests = hashlib.sha256, root, []
-    if not extra:
-        tail = struct.pack("<I", 0)
-        for at in range(0, len(suffixes), step or 1):
-            parent = sha256(parent + suffixes[at : at + step] + tail).digest()
-            digests.append(parent)
-    else:
-        for block in range(num_blocks):
-            more = extra.get(block, b"")
-            body = suffixes[block * step : (block + 1) * step]
-            parent = sha256(parent + body + struct.pack("<I", len(more)) + more).digest()
-            digests.append(parent)
-    return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(num_blocks, DIGEST_NBYTES)
-
-
-def _suffixes(tokens: Tokens, num_blocks: int, block_size: int) -> bytes:
-    """What follows the parent in each block's preimage, blocks one after another."""
-    head = _TAG + struct.pack("<I", block_size)
-    rows = np.empty((num_blocks, len(head) + 4 * block_size), dtype=np.uint8)
+    head, no_extra = _TAG + struct.pack("<I", block_size), struct.pack("<I", 0)
+    rows = np.empty((num_blocks, len(head) + 4 * block_size + len(no_extra)), dtype=np.uint8)
     rows[:, : len(head)] = np.frombuffer(head, dtype=np.uint8)
     body = np.ascontiguousarray(tokens[: num_blocks * block_size], dtype="<i4")
-    rows[:, len(head) :] = body.view(np.uint8).reshape(num_blocks, 4 * block_size)
-    return rows.tobytes()
+    rows[:, len(head) : -len(no_extra)] = body.view(np.uint8).reshape(num_blocks, 4 * block_size)
+    rows[:, -len(no_extra) :] = np.frombuffer(no_extra, dtype=np.uint8)
+    suffixes: list[bytes] = rows.view(f"V{rows.shape[1]}").ravel().tolist()  # void values become bytes
+    for block in extra.keys() & range(num_blocks):
+        more = extra[block]
+        suffixes[block] = suffixes[block][: -len(no_extra)] + struct.pack("<I", len(more)) + more
+    return suffixes
 
 
 def keys_of(digests: Digests) -> list[bytes]:

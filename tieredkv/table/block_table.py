@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..block.hashing import DIGEST_NBYTES, KEY_NBYTES, Digests
 from ..outcomes import Tier
 from ..wal.records import DROP, PUT, Run
-from .key_index import KeyIndex, Rows, key_words
+from .key_index import KeyIndex, Rows, is_first, key_words
 
 _START_ROWS = 1024
 _NUM_REMEMBERED = 1 << 14
@@ -71,7 +71,7 @@ class BlockTable:
             setattr(self, name, np.full(_START_ROWS, empty, dtype=dtype))
         for name, dtype in _PART_COLUMNS.items():
             setattr(self, name, np.zeros((self.num_groups, _START_ROWS), dtype=dtype))
-        self._set_key_columns()
+        self._set_words()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -103,15 +103,21 @@ class BlockTable:
 
     def find(self, digests: Digests) -> Rows:
         """The row of each digest, -1 where there is none: the key finds it, all 32 bytes prove it."""
-        rows = self._index.find(key_words(digests), self._keys)
-        wrong = (self.digest[rows] != digests).any(axis=1)
-        rows[wrong] = -1
+        rows = self._index.find(key_words(digests), self._words)
+        rows[self._differs(rows, digests)] = -1
         return rows
+
+    def _differs(self, rows: Rows, digests: Digests) -> npt.NDArray[np.bool_]:
+        """Where the digest of a row is not the one asked for; whatever where the row is -1."""
+        words = np.ascontiguousarray(digests).view("<u8")
+        unequal = self._words.take(rows, axis=0) != words
+        differs: npt.NDArray[np.bool_] = unequal[:, 0] | unequal[:, 1] | unequal[:, 2] | unequal[:, 3]
+        return differs
 
     def present(self, rows: Rows, num_groups: int) -> npt.NDArray[np.bool_]:
         """Which parts are there in any tier: bool `[num_groups, len(rows)]`; row -1 has none."""
-        there: npt.NDArray[np.bool_] = np.any(self.slot[:, :num_groups, rows] >= 0, axis=0)
-        there[:, rows < 0] = False
+        there: npt.NDArray[np.bool_] = self.slot[:, :num_groups].take(rows, axis=2).max(axis=0) >= 0
+        there &= rows >= 0
         return there
 
     def row_of(self, key: bytes) -> int:
@@ -122,7 +128,7 @@ class BlockTable:
         """The row that holds each key, -1 where none does."""
         digests = np.zeros((len(keys), DIGEST_NBYTES), dtype=np.uint8)
         digests[:, :KEY_NBYTES] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), KEY_NBYTES)
-        return self._index.find(key_words(digests), self._keys)
+        return self._index.find(key_words(digests), self._words)
 
     def key_of(self, row: int) -> bytes:
         return self.digest[row, :KEY_NBYTES].tobytes()
@@ -138,8 +144,8 @@ class BlockTable:
 
         A key held by another digest gives -1 for that block and for every block after it.
         """
-        rows = self._index.find(key_words(digests), self._keys)
-        taken = (rows >= 0) & (self.digest[rows] != digests).any(axis=1)
+        rows = self._index.find(key_words(digests), self._words)
+        taken = (rows >= 0) & self._differs(rows, digests)
         end = int(np.argmax(taken)) if taken.any() else len(rows)
         missing = np.flatnonzero(rows[:end] < 0)
         if missing.size:
@@ -152,10 +158,8 @@ class BlockTable:
 
     def _before_collision(self, digests: Digests, missing: npt.NDArray[np.int64], end: int) -> int:
         """Where two new blocks of one chain share a key, the chain ends before the second."""
-        words = np.stack(key_words(digests[missing]))
-        _, first = np.unique(words, axis=1, return_index=True)
-        again = np.setdiff1d(np.arange(len(missing)), first)
-        return min(end, int(missing[again[0]])) if again.size else end
+        again = missing[~is_first(key_words(digests[missing]))]
+        return min(end, int(again[0])) if again.size else end
 
     def _new_rows(self, namespace: int, digests: Digests) -> Rows:
         count = len(digests)
@@ -166,7 +170,7 @@ class BlockTable:
         self._next_row += fresh
         self.digest[rows] = digests
         self.namespace[rows] = namespace
-        self._index.insert(rows, self._keys)
+        self._index.insert(rows, self._words)
         return rows
 
     def _reserve(self, num_rows: int) -> None:
@@ -186,18 +190,17 @@ class BlockTable:
             tail = np.zeros((self.num_groups, more), dtype=dtype)
             setattr(self, name, np.concatenate((column, tail), axis=1))
         self._capacity = grown
-        self._set_key_columns()
+        self._set_words()
 
-    def _set_key_columns(self) -> None:
-        words = self.digest.view("<u8")
-        self._keys = words[:, 0], words[:, 1]
+    def _set_words(self) -> None:
+        self._words = self.digest.view("<u8")
 
     def free_rows(self, rows: Rows) -> None:
         """Give back rows that have no part, no pin and no move; their children become orphans."""
         if not len(rows):
             return
         self._remember(rows)
-        self._index.remove(rows, self._keys)
+        self._index.remove(rows, self._words)
         for row in rows.tolist():
             self._unlink(row)
             child = int(self.first_child[row])
@@ -271,7 +274,7 @@ class BlockTable:
         empty = rows[(self.slot[:, :, rows] < 0).all(axis=(0, 1))]
         orphans = rows[np.isin(self.parent[rows], empty)]
         self.parent[orphans] = -1
-        self._index.remove(empty, self._keys)
+        self._index.remove(empty, self._words)
         for name, (_, value) in _ROW_COLUMNS.items():
             getattr(self, name)[empty] = value
         self._free.extend(empty.tolist())
@@ -335,21 +338,14 @@ class BlockTable:
     def _adopt(self, records: Any, rows: Rows) -> None:
         """Make rows for blocks that only the log knows: replay, or a block dropped while it was written."""
         unknown = np.flatnonzero(rows < 0)
-        digests = np.ascontiguousarray(records["digest"][unknown])
-        _, first = np.unique(digests.view("V32").ravel(), return_index=True)
-        unknown = unknown[np.sort(first)]
-        digests = np.ascontiguousarray(records["digest"][unknown])
-        free = self._index.find(key_words(digests), self._keys) < 0
-        words = np.stack(key_words(digests))
-        _, distinct = np.unique(words, axis=1, return_index=True)
-        alone = np.zeros(len(unknown), dtype=np.bool_)
-        alone[distinct] = True
-        unknown = unknown[free & alone]
+        keys = key_words(np.ascontiguousarray(records["digest"][unknown]))
+        free = self._index.find(keys, self._words) < 0
+        unknown = unknown[free & is_first(keys)]
         if not unknown.size:
             return
         new = records[unknown]
         made = np.empty(len(new), dtype=np.int32)
-        for namespace in np.unique(new["namespace"]).tolist():
+        for namespace in sorted(set(new["namespace"].tolist())):
             mine = new["namespace"] == namespace
             made[mine] = self._new_rows(namespace, np.ascontiguousarray(new["digest"][mine]))
         parents = self.find(np.ascontiguousarray(new["parent"]))
@@ -366,7 +362,9 @@ class BlockTable:
         match = (rows >= 0) & (groups < self.num_groups)
         at, of = rows[match], groups[match]
         # a second drop of one put finds its slot given back already
-        match[match] = (self.put_seq[of, at] == records["put_seq"][match]) & (self.slot[Tier.DISK, of, at] >= 0)
+        match[match] = (self.put_seq[of, at] == records["put_seq"][match]) & (
+            self.slot[Tier.DISK, of, at] >= 0
+        )
         rows[~match] = -1
         self.slot[Tier.DISK, groups[match], rows[match]] = -1
         return rows
@@ -399,7 +397,7 @@ class BlockTable:
         self.slot[Tier.DISK, :groups, :count] = packed["slot"]
         for name in _PART_COLUMNS:
             getattr(self, name)[:groups, :count] = packed[name]
-        self._index.insert(rows, self._keys)
+        self._index.insert(rows, self._words)
         self.replaying = True
 
     def check(self) -> None:

@@ -12,6 +12,9 @@ Rows = npt.NDArray[np.int32]
 
 _Words = npt.NDArray[np.uint64]
 
+Columns = npt.NDArray[np.uint64]
+"""The digests of a table's rows as little-endian words, `[n, 4]`; the first two are the key."""
+
 _FREE = -1
 _GONE = -2
 _MIN_SLOTS = 1024
@@ -24,6 +27,16 @@ def key_words(digests: Digests) -> tuple[_Words, _Words]:
     """The two little-endian 64-bit halves of each digest's key."""
     words = np.ascontiguousarray(digests[:, :KEY_NBYTES]).view("<u8")
     return words[:, 0] & KEY_MASKS[0], words[:, 1] & KEY_MASKS[1]
+
+
+def is_first(keys: tuple[_Words, _Words]) -> npt.NDArray[np.bool_]:
+    """Where each distinct key stands for the first time: bool `[n]`."""
+    order = np.lexsort(keys)
+    ordered = keys[0][order], keys[1][order]
+    again = (ordered[0][1:] == ordered[0][:-1]) & (ordered[1][1:] == ordered[1][:-1])
+    first = np.ones(len(order), dtype=np.bool_)
+    first[order[1:][again]] = False
+    return first
 
 
 class KeyIndex:
@@ -41,19 +54,19 @@ class KeyIndex:
     def nbytes(self) -> int:
         return self._slots.nbytes
 
-    def find(self, keys: tuple[_Words, _Words], columns: tuple[_Words, _Words]) -> Rows:
-        """The row of each key, -1 where there is none. `columns` holds the key halves of every row."""
+    def find(self, keys: tuple[_Words, _Words], columns: Columns) -> Rows:
+        """The row of each key, -1 where there is none."""
         found = np.full(len(keys[0]), -1, dtype=np.int32)
         todo = np.arange(len(found))
         first, second = keys
         mask = len(self._slots) - 1
-        at = (first & np.uint64(mask)).astype(np.int64)
+        at = (first & np.uint64(mask)).astype(np.intp)
         while todo.size:
-            rows = self._slots[at]
-            match = (rows >= 0) & (columns[0][rows] & KEY_MASKS[0] == first)
-            match &= columns[1][rows] & KEY_MASKS[1] == second
+            rows = self._slots.take(at)
+            held = columns.take(rows, axis=0)  # a row below 0 takes some other's, and does not count
+            match = (held[:, 0] & KEY_MASKS[0] == first) & (held[:, 1] & KEY_MASKS[1] == second) & (rows >= 0)
             found[todo[match]] = rows[match]
-            more = ~match & (rows != _FREE)
+            more = np.flatnonzero(~match & (rows != _FREE))
             todo, first, second, at = todo[more], first[more], second[more], (at[more] + 1) & mask
         return found
 
@@ -73,34 +86,34 @@ class KeyIndex:
             at = (at + 1) & mask
         return -1
 
-    def insert(self, rows: Rows, columns: tuple[_Words, _Words]) -> None:
-        """Add `rows`, whose keys are distinct and not yet in the index; `columns` as in `find`."""
+    def insert(self, rows: Rows, columns: Columns) -> None:
+        """Add `rows`, whose keys are distinct and not yet in the index."""
         if 2 * (self._num_used + len(rows)) > len(self._slots):
             self._rebuild(len(rows), columns)
         mask = len(self._slots) - 1
         todo = rows
-        at = (columns[0][rows] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
+        at = (columns[rows, 0] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
         while todo.size:
             here = self._slots[at]
             usable = here < 0
-            self._num_used += int(np.unique(at[here == _FREE]).size)
             self._slots[at[usable]] = todo[usable]
             lost = self._slots[at] != todo
+            self._num_used += int(np.count_nonzero(~lost & (here == _FREE)))
             todo, at = todo[lost], (at[lost] + 1) & mask
         self._num_live += len(rows)
 
-    def remove(self, rows: Rows, columns: tuple[_Words, _Words]) -> None:
+    def remove(self, rows: Rows, columns: Columns) -> None:
         """Take out `rows`, all of which are in the index."""
         mask = len(self._slots) - 1
         todo = rows
-        at = (columns[0][rows] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
+        at = (columns[rows, 0] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
         while todo.size:
             mine = self._slots[at] == todo
             self._slots[at[mine]] = _GONE
             todo, at = todo[~mine], (at[~mine] + 1) & mask
         self._num_live -= len(rows)
 
-    def _rebuild(self, num_more: int, columns: tuple[_Words, _Words]) -> None:
+    def _rebuild(self, num_more: int, columns: Columns) -> None:
         live = self._slots[self._slots >= 0]
         size = _MIN_SLOTS
         while size < 3 * (len(live) + num_more):
