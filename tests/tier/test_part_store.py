@@ -287,6 +287,23 @@ def test_a_closed_store_refuses_and_leaves_no_threads(bench: Bench) -> None:
     bench.store = bench.opened()
 
 
+def test_a_tool_reads_and_changes_nothing(bench: Bench) -> None:
+    expected, payloads = bench.put(PAGE, range(3))
+    bench.store.sync()
+    bench.store.close()
+    before = {name: os.stat(f"{bench.path}/{name}").st_mtime_ns for name in os.listdir(bench.path)}
+    if bench.kind == "lmdb":
+        bench.store = LmdbStore(bench.fs, bench.path, map_nbytes=MiB, read_only=True)
+    else:
+        bench.store = SlabStore(bench.fs, bench.path, disk_io=bench.kind, read_only=True)
+    assert bench.get(PAGE, range(3), expected) == ([Verdict.OK] * 3, payloads)
+    with pytest.raises(OSError) as caught:
+        bench.put(PAGE, [0])
+    assert caught.value.errno == 30
+    assert sum(batch.slots.size for batch in bench.store.iter_headers()) == 3
+    assert before == {name: os.stat(f"{bench.path}/{name}").st_mtime_ns for name in os.listdir(bench.path)}
+
+
 # ---- what only slabs promise -----------------------------------------------------------------------
 
 

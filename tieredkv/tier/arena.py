@@ -382,7 +382,8 @@ class _Pool:
 
     def take(self, count: int) -> Slots:
         """Up to `count` free slots, now live: one run that fits best, else the longest runs there are."""
-        taken: list[Slots] = []
+        taken = [self._take_whole(count // self.slots_per_chunk)]
+        count -= taken[0].size
         num_looks = _MAX_LOOKS
         while count > 0 and (row := self._row_for(count)) is not None:
             starts, lengths = self._free_runs(row)
@@ -400,7 +401,7 @@ class _Pool:
             self._occupy(row, slots)
             taken.append(slots + self._chunk_of[row] * self.slots_per_chunk)
             count -= slots.size
-        return np.sort(np.concatenate(taken)) if taken else np.empty(0, np.int64)
+        return np.sort(np.concatenate(taken))
 
     def mark(self, numbers: Slots) -> None:
         """These free slots of chunks that the pool holds are live."""
@@ -507,6 +508,16 @@ class _Pool:
         assert not self._longest[self._chunk_of < 0].any(), "a row without a chunk offers slots"
         return [int(chunk) for chunk in self._chunk_of[rows]]
 
+    def _take_whole(self, count: int) -> Slots:
+        """The slots of up to `count` chunks that are free from end to end."""
+        rows = np.flatnonzero(self._longest == self.slots_per_chunk)[:count]
+        self._live[rows] = True
+        self._num_free[rows] = self._longest[rows] = 0
+        num_slots = rows.size * self.slots_per_chunk
+        self.num_live += num_slots
+        self.num_free -= num_slots
+        return _expand(self._chunk_of[rows] * self.slots_per_chunk, np.full(rows.size, self.slots_per_chunk))
+
     def _row_for(self, count: int) -> int | None:
         """The tightest row that may hold a run of `count`, else the row with the longest run."""
         fitting = np.flatnonzero(self._longest >= count)
@@ -567,7 +578,7 @@ def _long_runs(starts: Slots, lengths: Slots, count: int) -> tuple[Slots, Slots]
 def _expand(starts: Slots, lengths: Slots) -> Slots:
     """The numbers of all runs, one after another."""
     ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
 
 
 def _grown(array: npt.NDArray[Any], size: int, fill: int = 0) -> npt.NDArray[Any]:

@@ -47,6 +47,7 @@ class LmdbStore:
         map_nbytes: the most the file may grow to. A value takes 8 KiB more than its part, rounded up to
             pages, and pages that a transaction replaces are free only two transactions later.
         chunk_nbytes: that of the disk tier's arena.
+        read_only: change nothing, for tools; no other process may write meanwhile.
 
     Raises:
         OSError: the directory or the file cannot be made.
@@ -54,7 +55,15 @@ class LmdbStore:
 
     blank_drops_all = True
 
-    def __init__(self, fs: Fs, path: str, *, map_nbytes: int, chunk_nbytes: int = DISK_CHUNK_NBYTES) -> None:
+    def __init__(
+        self,
+        fs: Fs,
+        path: str,
+        *,
+        map_nbytes: int,
+        chunk_nbytes: int = DISK_CHUNK_NBYTES,
+        read_only: bool = False,
+    ) -> None:
         self._fs = fs
         self._path = path
         self._map_nbytes = max(map_nbytes, _MIN_MAP_NBYTES)
@@ -65,8 +74,12 @@ class LmdbStore:
         self._failed: OSError | None = None
         self._trouble: OSError | None = None
         self._readers = Workers("tieredkv-read", _NUM_READERS)
-        fs.make_dir(path)
-        self._open_or_replace()
+        if read_only:
+            self._failed = OSError(errno.EROFS, "opened for reading", PAYLOAD_NAME)
+            self._env = self._opened_read_only()
+        else:
+            fs.make_dir(path)
+            self._open_or_replace()
 
     @property
     def allocated_nbytes(self) -> int:
@@ -309,6 +322,13 @@ class LmdbStore:
         except lmdb.Error as error:
             raise OSError(errno.EIO, str(error), PAYLOAD_NAME) from error
         self._failed = None
+
+    def _opened_read_only(self) -> Any:
+        path = f"{self._path}/{PAYLOAD_NAME}"
+        try:
+            return lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False)
+        except lmdb.Error as error:
+            raise OSError(errno.EIO, str(error), PAYLOAD_NAME) from error
 
     def _opened(self) -> Any:
         """The environment; its file, if it was cut short, filled up with zeros that no check will pass.

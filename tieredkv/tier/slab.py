@@ -75,6 +75,7 @@ class SlabStore:
         chunk_nbytes: that of the disk tier's arena, so that both count the same chunks.
         disk_io: `"direct"` bypasses the page cache where the file system allows it, `"buffered"` goes
             through it, `"mmap"` writes through it and reads from maps.
+        read_only: change nothing, for tools.
 
     Raises:
         OSError: the directory cannot be made or listed.
@@ -83,12 +84,19 @@ class SlabStore:
     blank_drops_all = False
 
     def __init__(
-        self, fs: Fs, path: str, *, chunk_nbytes: int = DISK_CHUNK_NBYTES, disk_io: str = "direct"
+        self,
+        fs: Fs,
+        path: str,
+        *,
+        chunk_nbytes: int = DISK_CHUNK_NBYTES,
+        disk_io: str = "direct",
+        read_only: bool = False,
     ) -> None:
         self._fs = fs
         self._path = path
         self._geometry = Geometry(chunk_nbytes, packed=True)
         self._disk_io = disk_io
+        self._read_only = read_only
         self._slabs: dict[tuple[int, int], SlabFile] = {}
         self._used: dict[SlabFile, None] = {}
         self._lock = threading.Lock()
@@ -98,7 +106,8 @@ class SlabStore:
         self._readers = Workers("tieredkv-read", _NUM_THREADS)
         self._writers = Workers("tieredkv-write", _NUM_THREADS)
         self._closed = False
-        fs.make_dir(path)
+        if not read_only:
+            fs.make_dir(path)
         for name in fs.list_names(path):
             place = parse_slab_name(name)
             if place is not None and place[0] % PAGE_NBYTES == 0:
@@ -292,6 +301,7 @@ class SlabStore:
                     (index + 1) * span,
                     self._geometry.chunk_span(SLOT_HEADER_NBYTES + part_nbytes),
                     self._disk_io,
+                    self._read_only,
                 )
             return slab
 

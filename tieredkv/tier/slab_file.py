@@ -42,6 +42,7 @@ class SlabFile:
         end: int,
         chunk_span: int,
         disk_io: str,
+        read_only: bool,
     ) -> None:
         self._fs = fs
         self._directory = directory
@@ -56,7 +57,7 @@ class SlabFile:
         self._num_users = 0
         self._file: File | None = None
         self._map: mmap.mmap | None = None
-        self._read_only = False
+        self._read_only = self._stays_read_only = read_only
         self.chunks: frozenset[int] = frozenset()
         self.dirty = False
         self.failed: OSError | None = None
@@ -210,6 +211,8 @@ class SlabFile:
             raise StoreFailed(self.failed.errno or errno.EIO, [self.place])
 
     def _opened_for_writing(self) -> File:
+        if self._stays_read_only:
+            raise OSError(errno.EROFS, "opened for reading", self.name)
         if self._read_only and not self._num_users:
             self._close()  # it may be writable by now
         try:
@@ -243,15 +246,16 @@ class SlabFile:
         return file
 
     def _open(self) -> File:
-        try:
-            file = self._fs.open_file(self._path, writable=True, direct=self._wants_direct)
-            self._read_only = False
-        except OSError as error:
-            if error.errno not in _READ_ONLY:
-                raise
-            file = self._fs.open_file(self._path, direct=self._wants_direct)
-            self._read_only = True
-        return file
+        if not self._stays_read_only:
+            try:
+                file = self._fs.open_file(self._path, writable=True, direct=self._wants_direct)
+                self._read_only = False
+                return file
+            except OSError as error:
+                if error.errno not in _READ_ONLY:
+                    raise
+        self._read_only = True
+        return self._fs.open_file(self._path, direct=self._wants_direct)
 
     def _close(self) -> None:
         if self._file is not None:
