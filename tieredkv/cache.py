@@ -188,6 +188,7 @@ class TieredCache:
 
     def _log(self, kind: int, records: tuple[bytes, ...], what: str) -> None:
         """Log records of the catalog and wait until they are applied."""
+        self.check_open()
         if self._disk is None:
             with self._lock:
                 self._state.apply(0, Run(kind, records))

@@ -104,7 +104,11 @@ class Room:
         while time.monotonic() < until:
             with self._lock:
                 over = resident.arena.over_budget_nbytes
-                leaving = self._choose(resident, over, ()) if over else []
+                # Down to the budget, then in small steps until chunks come free: an emptied chunk could hold
+                # the window parts that everything else needs.
+                excess = resident.arena.live_nbytes - resident.arena.budget_nbytes
+                step = max(excess, resident.arena.chunk_nbytes // 8)
+                leaving = self._choose(resident, step, ()) if over else []
                 leaving = leaving or (self._choose_chunk(resident, 0) if over else [])
             if not leaving:
                 break
@@ -121,8 +125,10 @@ class Room:
         """Parts that go next, at the tails of the chains that the policy names; now moving (lock held)."""
         table, leaving, chosen, got = self._table, Parts(), set[int](), 0
         for row in resident.victims(nbytes, incoming):
-            tail = tail_in_tier(table, resident.tier, row, chosen)
-            if tail in chosen or table.is_held(tail):
+            while row in chosen:  # a block above it was named before: its chain goes on upward
+                row = int(table.parent[row])
+            tail = tail_in_tier(table, resident.tier, row, chosen) if row >= 0 else -1
+            if tail < 0 or table.is_held(tail):
                 continue
             groups = leaving_groups(table, self._layout_of(tail), tail, resident.groups_of(tail))
             chosen.add(tail)
