@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -183,6 +184,7 @@ def open_disk(
         )  # fmt: skip
         disk_of.append(disk)
         journal.start(must_checkpoint=recovered.must_checkpoint)
+        _return_freed_memory()
         return disk
     except OSError as error:
         lock_file.close()
@@ -190,6 +192,13 @@ def open_disk(
     except TieredKVError:
         lock_file.close()
         raise
+
+
+def _return_freed_memory() -> None:
+    """Recovery's temporaries are freed, but glibc keeps them for itself unless told."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def shares(sizes: Sizes) -> tuple[int, int, int]:
