@@ -14,12 +14,12 @@ from tieredkv.wal import records as r
 from tieredkv.wal.format import (
     FRAME_HEADER_NBYTES,
     HEADER_NBYTES,
-    decode_frame_header,
+    claimed_nbytes,
+    decode_frame,
     decode_header,
     encode_frame,
     encode_header,
     frame_nbytes,
-    frame_verifies,
     parse_segment_name,
 )
 
@@ -117,36 +117,38 @@ RUNS = (Run(r.SESSION, (b"hello", b"")), Run(r.PUT, r.empty_run(r.PUT, 2)))
 def test_a_frame_comes_back_and_every_flipped_bit_of_it_is_seen() -> None:
     raw, checksum = encode_frame(HEADER, 0xBEEF, 100, 99, RUNS)
     assert len(raw) == frame_nbytes(RUNS) and len(raw) % 8 == 0
-    frame = decode_frame_header(HEADER, memoryview(raw), len(raw))
-    assert frame is not None and frame_verifies(HEADER, frame, memoryview(raw))
-    assert frame == (checksum, HEADER.salt[8:], 0xBEEF, 100, 99, len(raw) - FRAME_HEADER_NBYTES, 4)
-    assert frame.last_lsn == 103
+    frame = decode_frame(HEADER, memoryview(raw + b"more"))
+    assert frame is not None and frame[:5] == (checksum, 0xBEEF, 100, 99, 4)
+    assert (frame.last_lsn, frame.nbytes) == (103, len(raw)) and frame.body == raw[FRAME_HEADER_NBYTES:]
     for bit in range(len(raw) * 8):
         damaged = bytearray(raw)
         damaged[bit // 8] ^= 1 << (bit % 8)
-        found = decode_frame_header(HEADER, memoryview(damaged), len(damaged))
-        assert found is None or not frame_verifies(HEADER, found, memoryview(damaged)), f"bit {bit}"
+        assert decode_frame(HEADER, memoryview(damaged)) is None, f"bit {bit}"
 
 
 def test_a_frame_of_another_salt_is_none_of_ours() -> None:
     raw, _ = encode_frame(HEADER, 0, 100, 99, RUNS)
     for salt in (bytes(8) + HEADER.salt[8:], HEADER.salt[:8] + bytes(8)):
-        other = dataclasses.replace(HEADER, salt=salt)
-        found = decode_frame_header(other, memoryview(raw), len(raw))
-        assert found is None or not frame_verifies(other, found, memoryview(raw))
+        assert decode_frame(dataclasses.replace(HEADER, salt=salt), memoryview(raw)) is None
 
 
-def test_a_length_beyond_the_segment_is_refused_before_it_is_used() -> None:
+def test_a_length_beyond_what_is_there_is_refused_before_it_is_used() -> None:
     raw, _ = encode_frame(HEADER, 0, 100, 99, RUNS)
-    assert decode_frame_header(HEADER, memoryview(raw), len(raw) - 1) is None
+    assert claimed_nbytes(HEADER, memoryview(raw)[:48]) == len(raw)
+    assert decode_frame(HEADER, memoryview(raw)[:-1]) is None
+    assert (
+        decode_frame(HEADER, memoryview(raw)[:47]) is None
+        and claimed_nbytes(HEADER, memoryview(raw)[:47]) == 0
+    )
     for nbytes in (2**32 - 8, 2**31, len(raw) + 1):
         struct.pack_into("<I", raw, 40, nbytes)
-        assert decode_frame_header(HEADER, memoryview(raw), len(raw)) is None
-    assert decode_frame_header(HEADER, memoryview(raw)[:47], 47) is None
+        assert decode_frame(HEADER, memoryview(raw)) is None
+    raw[8] ^= 1
+    assert claimed_nbytes(HEADER, memoryview(raw)) == 0
 
 
 def test_an_empty_frame_carries_the_durable_lsn_alone() -> None:
     raw, _ = encode_frame(HEADER, 0, 105, 104, ())
     assert len(raw) == FRAME_HEADER_NBYTES
-    frame = decode_frame_header(HEADER, memoryview(raw), len(raw))
+    frame = decode_frame(HEADER, memoryview(raw))
     assert frame is not None and (frame.num_records, frame.last_lsn, frame.durable_lsn) == (0, 104, 104)

@@ -42,7 +42,7 @@ def same(one: Run, other: Run) -> bool:
 def test_what_was_encoded_is_decoded(runs: list[Run]) -> None:
     raw = encode(runs)
     assert len(raw) % 8 == 0
-    decoded = decode_runs(memoryview(raw))
+    decoded = decode_runs(memoryview(raw), sum(map(len, runs)))
     assert len(decoded) == len(runs) and all(map(same, decoded, runs))
 
 
@@ -69,7 +69,7 @@ def test_record_sizes_are_part_of_the_format() -> None:
 def test_strided_and_foreign_endian_columns_are_packed_or_refused() -> None:
     rows = np.zeros(10, r.PUT_DTYPE)
     rows["put_seq"] = range(10)
-    (run,) = decode_runs(memoryview(encode([Run(r.PUT, rows[::3])])))
+    (run,) = decode_runs(memoryview(encode([Run(r.PUT, rows[::3])])), 4)
     assert run.records["put_seq"].tolist() == [0, 3, 6, 9]  # type: ignore[call-overload]
     with pytest.raises(AssertionError):
         encode([Run(r.PUT, rows.astype(r.PUT_DTYPE.newbyteorder(">")))])
@@ -79,7 +79,7 @@ def test_strided_and_foreign_endian_columns_are_packed_or_refused() -> None:
 
 def test_runs_of_one_kind_join() -> None:
     parts = [Run(r.DROP, np.full(n, n, np.uint8).repeat(48).view(r.DROP_DTYPE)) for n in (1, 2, 3)]
-    packed = [run for part in parts for run in split_runs(memoryview(encode([part])))]
+    packed = [run for part in parts for run in split_runs(memoryview(encode([part])), len(part))]
     joined = join_runs(packed)
     assert len(joined) == 6 and joined.records.tobytes() == b"".join(p.records.tobytes() for p in parts)  # type: ignore[union-attr]
     assert len(joined.after(4)) == 2 and joined.after(0) is joined
@@ -109,7 +109,14 @@ def frame(kind: int, count: int, nbytes: int, body: bytes) -> memoryview:
 )
 def test_absurd_lengths_and_kinds_are_corrupt(body: memoryview) -> None:
     with pytest.raises(CorruptFormat):
-        decode_runs(body)
+        decode_runs(body, int.from_bytes(body[4:8], "little"))
+
+
+def test_a_frame_that_counts_otherwise_is_corrupt() -> None:
+    raw = memoryview(encode([Run(r.SESSION, (b"a", b"b"))]))
+    for count in (0, 1, 3):
+        with pytest.raises(CorruptFormat):
+            decode_runs(raw, count)
 
 
 def test_random_bytes_never_do_worse_than_corrupt() -> None:
@@ -122,6 +129,6 @@ def test_random_bytes_never_do_worse_than_corrupt() -> None:
         for _ in range(rng.randrange(1, 4)):
             raw[rng.randrange(len(raw))] = rng.randrange(256)
         try:
-            decode_runs(memoryview(raw[: rng.randrange(len(raw) + 1)]))
+            decode_runs(memoryview(raw[: rng.randrange(len(raw) + 1)]), 4)
         except CorruptFormat:
             continue

@@ -282,9 +282,10 @@ class OsFs:
             return None
         try:
             _probe_direct(fd, writable)
-        except OSError:
-            os.close(fd)
-            return None
+        except OSError as error:
+            if error.errno in _REFUSED:
+                os.close(fd)
+                return None  # anything else is no refusal: the first real call will say it
         return fd
 
     def as_real_file(self, path: str) -> contextlib.AbstractContextManager[str]:

@@ -116,13 +116,13 @@ def survey(fs: Fs, store_dir: str) -> Survey:
     """
     try:
         names = fs.list_names(store_dir)
+        segments = scan_segments(fs, f"{store_dir}/{WAL}")
+        slabs = _slab_names(fs, store_dir)
     except FileNotFoundError:
-        names = []
+        names, segments, slabs = [], [], []
     except OSError as error:
         raise PathUnusable(f"{store_dir}: {error.strerror}") from error
-    segments = scan_segments(fs, f"{store_dir}/{WAL}")
     refuse_newer(segments)
-    slabs = _slab_names(fs, store_dir)
     checkpoints = sorted(lsn for name in names if (lsn := parse_checkpoint_name(name)) is not None)
     found = Survey(tuple(names), tuple(segments), tuple(checkpoints), len(slabs))
     foreign = [name for name in names if not _is_ours(name)]

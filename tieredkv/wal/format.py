@@ -36,7 +36,7 @@ import xxhash
 
 from ..errors import CorruptFormat, NewerFormat
 from ..units import KiB, MiB
-from .records import Run, encode_runs, runs_nbytes
+from .records import PackedRun, Run, encode_runs, runs_nbytes, split_runs
 
 VERSION = 1
 HEADER_NBYTES = 4 * KiB
@@ -49,6 +49,7 @@ _CHECKSUM_AT = HEADER_NBYTES - _CHECKSUM.size
 _FRAME = struct.Struct("<Q8sQQQII")
 FRAME_HEADER_NBYTES = _FRAME.size
 FRAME_ALIGN = 8
+FRAME_MARKER_AT = 8
 
 _NAME = re.compile(r"(\d{10,15})\.wal")
 
@@ -99,24 +100,27 @@ class SegmentHeader:
         return self.salt[8:]
 
 
-class FrameHeader(NamedTuple):
-    """The 48 bytes in front of a frame's body."""
+class Frame(NamedTuple):
+    """A frame that verified; `body` is a view of the bytes it was read from."""
 
     checksum: int
-    marker: bytes
     previous: int
     first_lsn: int
     durable_lsn: int
-    nbytes: int
     num_records: int
+    body: memoryview
 
     @property
     def last_lsn(self) -> int:
         return self.first_lsn + self.num_records - 1
 
     @property
-    def frame_nbytes(self) -> int:
-        return FRAME_HEADER_NBYTES + self.nbytes
+    def nbytes(self) -> int:
+        return FRAME_HEADER_NBYTES + len(self.body)
+
+    def runs(self) -> list[PackedRun]:
+        """Its runs; raises CorruptFormat where they are not what the header counts."""
+        return split_runs(self.body, self.num_records)
 
 
 def segment_name(number: int) -> str:
@@ -186,16 +190,22 @@ def encode_frame(
     return raw, checksum
 
 
-def decode_frame_header(header: SegmentHeader, raw: memoryview, room: int) -> FrameHeader | None:
-    """The frame header that `raw` begins with, None if it cannot be one with `room` bytes left for it."""
+def decode_frame(header: SegmentHeader, raw: memoryview) -> Frame | None:
+    """The frame that `raw` begins with, None if no whole one is there that verifies."""
     if len(raw) < FRAME_HEADER_NBYTES:
         return None
-    frame = FrameHeader._make(_FRAME.unpack_from(raw))
-    if frame.marker != header.marker or frame.nbytes % FRAME_ALIGN or frame.frame_nbytes > room:
+    checksum, marker, previous, first_lsn, durable_lsn, nbytes, num_records = _FRAME.unpack_from(raw)
+    end = FRAME_HEADER_NBYTES + nbytes
+    if marker != header.marker or end > len(raw) or nbytes % FRAME_ALIGN:
         return None
-    return frame
+    if xxhash.xxh3_64_intdigest(raw[_CHECKSUM.size : end], header.seed) != checksum:
+        return None
+    return Frame(checksum, previous, first_lsn, durable_lsn, num_records, raw[FRAME_HEADER_NBYTES:end])
 
 
-def frame_verifies(header: SegmentHeader, frame: FrameHeader, raw: memoryview) -> bool:
-    """Whether `raw`, the whole frame, has the checksum its header claims."""
-    return xxhash.xxh3_64_intdigest(raw[_CHECKSUM.size :], header.seed) == frame.checksum
+def claimed_nbytes(header: SegmentHeader, raw: memoryview) -> int:
+    """How long the frame that `raw` begins with says it is, 0 if there is none; nothing is verified."""
+    if len(raw) < FRAME_HEADER_NBYTES:
+        return 0
+    _, marker, _, _, _, nbytes, _ = _FRAME.unpack_from(raw)
+    return FRAME_HEADER_NBYTES + int(nbytes) if marker == header.marker else 0

@@ -25,18 +25,19 @@ from .format import (
     BEFORE_THE_LOG,
     FRAME_ALIGN,
     FRAME_HEADER_NBYTES,
+    FRAME_MARKER_AT,
     HEADER_NBYTES,
     MAX_SEGMENT_NBYTES,
-    FrameHeader,
+    Frame,
     LogPosition,
     SegmentHeader,
-    decode_frame_header,
+    claimed_nbytes,
+    decode_frame,
     decode_header,
-    frame_verifies,
     parse_segment_name,
     segment_name,
 )
-from .records import PackedRun, Run, join_runs, split_runs
+from .records import PackedRun, Run, join_runs
 
 _WINDOW_NBYTES = 4 * MiB
 _MAX_RUN_RECORDS = 1 << 14
@@ -90,26 +91,6 @@ class LogEnd(NamedTuple):
         return f"{self.end} in segment {self.number} at byte {self.offset} ({self.nbytes} bytes)"
 
 
-class Frame(NamedTuple):
-    """A frame whose checksum verified; `body` is a view that lives as long as it is held."""
-
-    header: FrameHeader
-    offset: int
-    body: memoryview
-
-    @property
-    def end_offset(self) -> int:
-        return self.offset + FRAME_HEADER_NBYTES + len(self.body)
-
-    def runs(self) -> list[PackedRun]:
-        """Its runs; raises CorruptFormat where they are not what the header counts."""
-        runs = split_runs(self.body)
-        num_records = sum([run.num_records for run in runs])
-        if num_records != self.header.num_records:
-            raise CorruptFormat(f"{num_records} records in a frame of {self.header.num_records}")
-        return runs
-
-
 def scan_segments(fs: Fs, wal_dir: str) -> list[SegmentInfo]:
     """Every file with a segment's name, by number. Reads only; a missing directory is empty."""
     if not fs.is_dir(wal_dir):
@@ -153,7 +134,8 @@ def _head_of_remains(file: File) -> Head:
 class SegmentReader:
     """Reads the frames of one segment in bounded memory.
 
-    `last_lsn`, `chain` and `offset` are the place reached: behind the last frame accepted.
+    `last_lsn`, `chain` and `offset` are the place reached: behind the last frame accepted. `durable_lsn` is the
+    highest that these frames say.
     """
 
     def __init__(self, fs: Fs, wal_dir: str, header: SegmentHeader) -> None:
@@ -161,6 +143,7 @@ class SegmentReader:
         self.header = header
         self.last_lsn = header.first_lsn - 1
         self.chain = header.checksum
+        self.durable_lsn = header.durable_lsn
         self.offset = HEADER_NBYTES
         self._file = fs.open_file(f"{wal_dir}/{segment_name(header.number)}")
         self._nbytes = min(self._file.nbytes(), header.segment_nbytes)
@@ -174,15 +157,17 @@ class SegmentReader:
     def peek(self) -> Frame | None:
         """The frame at the place reached, None if none there verifies and continues the chain."""
         frame = self._frame_at(self.offset)
-        if frame is None or frame.header.previous != self.chain:
+        if frame is None or frame.previous != self.chain or frame.first_lsn != self.last_lsn + 1:
             return None
-        return frame if frame.header.first_lsn == self.last_lsn + 1 else None
+        return frame
 
     def accept(self, frame: Frame) -> None:
-        """Move the place reached behind `frame`."""
-        self.last_lsn = frame.header.last_lsn
-        self.chain = frame.header.checksum
-        self.offset = frame.end_offset
+        """Move the place reached behind `frame`, which lies there."""
+        self.last_lsn = frame.first_lsn + frame.num_records - 1
+        self.chain = frame.checksum
+        self.offset += FRAME_HEADER_NBYTES + len(frame.body)
+        if frame.durable_lsn > self.durable_lsn:
+            self.durable_lsn = frame.durable_lsn
 
     def frames(self) -> Iterator[Frame]:
         """Frames in order, accepted one by one, up to the first that is not good."""
@@ -190,14 +175,15 @@ class SegmentReader:
             self.accept(frame)
             yield frame
 
-    def stray_frames(self) -> Iterator[Frame]:
-        """Frames from the place reached on that verify by themselves, whatever lies between them."""
+    def stray_frames(self) -> Iterator[tuple[int, Frame]]:
+        """Offset and frame of those from the place reached on that verify, whatever lies between them."""
         at = self.offset
-        while (found := self._window.find(self.header.marker, at + 8)) is not None:
-            frame = self._frame_at(found - 8) if found % FRAME_ALIGN == 0 else None
-            at = frame.end_offset if frame else found - 7
+        while (found := self._window.find(self.header.marker, at + FRAME_MARKER_AT)) is not None:
+            start = found - FRAME_MARKER_AT
+            frame = self._frame_at(start) if start % FRAME_ALIGN == 0 else None
+            at = start + (frame.nbytes if frame else 1)
             if frame:
-                yield frame
+                yield start, frame
 
     def rest_nbytes(self) -> int:
         """Bytes from `offset` up to the last that is not zero; length that the file lacks counts too."""
@@ -207,16 +193,12 @@ class SegmentReader:
 
     def _frame_at(self, offset: int) -> Frame | None:
         raw = self._window.tail(offset, FRAME_HEADER_NBYTES)
-        header = decode_frame_header(self.header, raw, self._nbytes - offset)
-        if header is None:
-            return None
-        nbytes = header.frame_nbytes
-        if nbytes > len(raw):
-            raw = self._window.tail(offset, nbytes)
-        raw = raw[:nbytes]
-        if not frame_verifies(self.header, header, raw):
-            return None
-        return Frame(header, offset, raw[FRAME_HEADER_NBYTES:])
+        frame = decode_frame(self.header, raw)
+        if frame is None:
+            nbytes = claimed_nbytes(self.header, raw)
+            if len(raw) < nbytes <= self._nbytes - offset:  # it may go on beyond the window
+                frame = decode_frame(self.header, self._window.tail(offset, nbytes))
+        return frame
 
     def close(self) -> None:
         self._file.close()
@@ -307,6 +289,7 @@ class LogRead:
                 self.num_segments += 1
                 yield from self._segment_runs(reader, cut)
                 self.position = reader.position
+                self._see(reader.durable_lsn, reader.last_lsn)
                 if reader.position != cut:
                     return self._conclude(self._stop(reader, cut is not None))
         return self._conclude(LogEnd())
@@ -316,51 +299,41 @@ class LogRead:
         cut_lsn, cut_chain = (cut.lsn, cut.chain) if cut else (sys.maxsize, None)
         while reader.chain != cut_chain:
             frame = reader.peek() or self._past_vouched_damage(reader)
-            if frame is None or frame.header.last_lsn > cut_lsn:
+            if frame is None or frame.last_lsn > cut_lsn:
                 return
-            runs = self._runs_of(frame)
-            if runs is None:
+            try:
+                runs = frame.runs() if frame.last_lsn > self.after_lsn else ()
+            except CorruptFormat as error:
+                self.damage.append(f"LSN {frame.first_lsn}: {error}")
                 return
             reader.accept(frame)
-            self._see(frame.header)
-            lsn = frame.header.first_lsn
+            lsn = frame.first_lsn
             for run in runs:
                 yield lsn, run
                 lsn += run.num_records
 
-    def _runs_of(self, frame: Frame) -> list[PackedRun] | None:
-        """The runs of a frame that is needed, none of one that is not, None for one that makes no sense."""
-        if frame.header.last_lsn <= self.after_lsn:
-            return []
-        try:
-            return frame.runs()
-        except CorruptFormat as error:
-            self.damage.append(f"LSN {frame.header.first_lsn}: {error}")
-            return None
-
     def _past_vouched_damage(self, reader: SegmentReader) -> Frame | None:
-        """Where the checkpoint holds everything that damage took, the first good frame behind it."""
+        """Where the checkpoint holds everything that damage took, `reader` at the first good frame behind it."""
         reached = reader.last_lsn
         if reached >= self.after_lsn:
             return None
-        for frame in reader.stray_frames():
-            if reached < frame.header.first_lsn <= self.after_lsn + 1:
+        for offset, frame in reader.stray_frames():
+            if reached < frame.first_lsn <= self.after_lsn + 1:
                 where = f"segment {reader.header.number} at byte {reader.offset}"
                 self.damage.append(f"{where}: damaged below the checkpoint, nothing lost")
+                reader.offset = offset
                 return frame
         return None
 
-    def _see(self, frame: FrameHeader) -> None:
-        if frame.durable_lsn > self.durable_lsn:
-            self.durable_lsn = frame.durable_lsn
-        if frame.last_lsn > self.seen_lsn:
-            self.seen_lsn = frame.last_lsn
+    def _see(self, durable_lsn: int, last_lsn: int) -> None:
+        self.durable_lsn = max(self.durable_lsn, durable_lsn)
+        self.seen_lsn = max(self.seen_lsn, last_lsn, durable_lsn)
 
     def _stop(self, reader: SegmentReader, more_follows: bool) -> LogEnd:
         """Name the end that `reader` has come to. What lies behind it counts as seen, and no more."""
         nbytes = reader.rest_nbytes()
-        for frame in reader.stray_frames() if nbytes else ():
-            self._see(frame.header)
+        for _, frame in reader.stray_frames() if nbytes else ():
+            self._see(frame.durable_lsn, frame.last_lsn)
         end = End.CORRUPT if more_follows else End.TORN if nbytes else End.CLEAN
         return LogEnd(end, reader.header.number, reader.offset, nbytes)
 
@@ -378,15 +351,14 @@ class LogRead:
             self.damage.append(
                 f"the log is {end}: reached LSN {self.last_lsn}, synced was {self.durable_lsn}"
             )
-        self.seen_lsn = max(self.seen_lsn, self.durable_lsn)
         self.end = end
 
     def _see_all(self, header: SegmentHeader) -> None:
         with contextlib.suppress(OSError):
             reader = SegmentReader(self._fs, self._dir, header)
             with contextlib.closing(reader):
-                for frame in reader.stray_frames():
-                    self._see(frame.header)
+                for _, frame in reader.stray_frames():
+                    self._see(frame.durable_lsn, frame.last_lsn)
 
 
 def read_log(fs: Fs, wal_dir: str, after_lsn: int) -> LogRead:

@@ -67,6 +67,8 @@ ANCHOR_DTYPE = np.dtype([("digest", "u1", (32,)), ("kept", "u1"), ("pad", "u1", 
 DTYPES: dict[int, np.dtype[Any]] = {PUT: PUT_DTYPE, DROP: DROP_DTYPE, ANCHOR: ANCHOR_DTYPE}
 assert [dtype.itemsize for dtype in DTYPES.values()] == [96, 48, 40]
 
+_ITEMSIZES = {kind: dtype.itemsize for kind, dtype in DTYPES.items()}
+
 Records: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | tuple[bytes, ...]"
 
 _RUN = struct.Struct("<B3xIQ")
@@ -119,26 +121,30 @@ def encode_runs(runs: Sequence[Run], into: memoryview) -> None:
     assert at == len(into), f"runs fill {at} bytes of {len(into)}"
 
 
-def split_runs(body: memoryview) -> list[PackedRun]:
-    """The runs in a frame's body, in order, with lengths that add up.
+def split_runs(body: memoryview, num_records: int) -> list[PackedRun]:
+    """The runs in a frame's body, in order, with lengths that add up to `num_records`.
 
     Raises:
-        CorruptFormat: lengths or kinds that cannot be.
+        CorruptFormat: lengths, kinds or counts that cannot be.
     """
     runs = []
     at, end = 0, len(body)
     while at < end:
         if end - at < _RUN.size:
             raise CorruptFormat(f"a run header is cut off at byte {at} of {end}")
-        kind, num_records, nbytes = _RUN.unpack_from(body, at)
+        kind, count, nbytes = _RUN.unpack_from(body, at)
         at += _RUN.size
-        if nbytes > end - at or not _plausible(kind, num_records, nbytes):
-            raise CorruptFormat(f"a run of kind {kind} claims {num_records} records in {nbytes} bytes")
-        run = PackedRun(kind, num_records, body[at : at + nbytes])
-        if kind not in DTYPES:
+        itemsize = _ITEMSIZES.get(kind)
+        if nbytes > end - at or (nbytes != count * itemsize if itemsize else kind < FIRST_BLOB_KIND):
+            raise CorruptFormat(f"a run of kind {kind} claims {count} records in {nbytes} bytes")
+        run = PackedRun(kind, count, body[at : at + nbytes])
+        if itemsize is None:
             _check_blobs(run)
         runs.append(run)
-        at += _aligned(nbytes)
+        num_records -= count
+        at += -(-nbytes // _ALIGN) * _ALIGN
+    if num_records:
+        raise CorruptFormat(f"the runs of a frame hold {-num_records} records more than it counts")
     return runs
 
 
@@ -150,15 +156,9 @@ def join_runs(packed: Sequence[PackedRun]) -> Run:
     return Run(kind, tuple(bytes(blob) for run in packed for blob in _blobs(run)))
 
 
-def decode_runs(body: memoryview) -> list[Run]:
+def decode_runs(body: memoryview, num_records: int) -> list[Run]:
     """The runs in a frame's body; raises CorruptFormat as `split_runs` does."""
-    return [join_runs([packed]) for packed in split_runs(body)]
-
-
-def _plausible(kind: int, num_records: int, nbytes: int) -> bool:
-    if kind in DTYPES:
-        return nbytes == num_records * DTYPES[kind].itemsize
-    return kind >= FIRST_BLOB_KIND and nbytes >= num_records * _LENGTH.size
+    return [join_runs([packed]) for packed in split_runs(body, num_records)]
 
 
 def _check_blobs(run: PackedRun) -> None:
