@@ -182,6 +182,27 @@ def test_every_committed_record_comes_back_after_a_kill(tmp_path: Path) -> None:
     assert [lsn for lsn, *_ in written] == list(range(1, 19))
 
 
+def test_what_was_replayed_is_durable_only_once_its_payloads_are(tmp_path: Path) -> None:
+    """The tail is synced at open, and the next header cuts it there; the slabs may still be in the page cache."""
+    store = Store(tmp_path)
+    store.open()
+    store.put(2)
+    store.sync()
+    store.put(3)
+    store.kill()
+    for _ in range(3):
+        store = Store(tmp_path)
+        recovered = store.open(strict=True)
+        assert (recovered.report.last_lsn, recovered.durable_lsn) == (5, 2)
+        store.kill()
+    rewrite(
+        segment(tmp_path, 1), segment(tmp_path, 1).read_bytes()[:-2000]
+    )  # the cut is behind it: no matter
+    ends = segment(tmp_path, 1).read_bytes().rstrip(b"\0")
+    flip(segment(tmp_path, 1), len(ends) - 1)  # but what was synced before the cut is corrupt when it is gone
+    assert recover(OsFs(), str(tmp_path), Table()).report.log_end.startswith("corrupt")
+
+
 def test_the_report_has_the_numbers(tmp_path: Path) -> None:
     used_store(tmp_path)
     report = Store(tmp_path).open().report

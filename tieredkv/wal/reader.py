@@ -4,8 +4,8 @@ The newest segment with a good header tells the truth: its header names the segm
 there at which that one was cut, and so on back to the checkpoint. Segments off this line were given up by an
 earlier recovery or a failed sync. Frames apply up to the first that is not good; nothing behind it does.
 
-Where the next LSN is at or below the highest `durable_lsn` seen anywhere, also behind that end, the frame
-there was once synced: the log is corrupt. Above it, a crash tore the end, or damage that looks the same.
+Where the next LSN is at or below the highest known synced, by any frame or header, also one behind that end,
+the frame there was once synced: the log is corrupt. Above it, a crash tore the end, or damage that looks alike.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ class LogRead:
     Attributes, final once `runs` is exhausted:
         position: the last place that counts; the next segment's header links to it.
         last_lsn: of the last record given; `after_lsn` if there was none.
-        durable_lsn: the highest known synced, seen anywhere.
+        durable_lsn: the highest that any frame or header says is synced, payloads included.
+        synced_lsn: the highest whose frame is known synced: a segment is synced where the next one cuts it.
         seen_lsn: the highest seen anywhere; new records go above it.
         num_records, num_segments: given, and read for it.
         end: where and how the log ends.
@@ -229,9 +230,10 @@ class LogRead:
         self.line = self._find_line(newest)
         self.position = self.line[0].previous if self.line else BEFORE_THE_LOG
         headers = self._headers.values()
-        self.durable_lsn = max([after_lsn, *(max(h.durable_lsn, h.previous.lsn) for h in headers)])
+        self.durable_lsn = max([after_lsn, *(h.durable_lsn for h in headers)])
+        self.synced_lsn = max([self.durable_lsn, *(h.previous.lsn for h in headers)])
         # a segment without its header holds fewer records than bytes
-        self.seen_lsn = max([self.durable_lsn, *(h.first_lsn - 1 for h in headers)])
+        self.seen_lsn = max([self.synced_lsn, *(h.first_lsn - 1 for h in headers)])
         self.seen_lsn += sum(s.nbytes for s in self._lost)
         self.num_records = self.num_segments = 0
         self.end = LogEnd()
@@ -327,6 +329,7 @@ class LogRead:
 
     def _see(self, durable_lsn: int, last_lsn: int) -> None:
         self.durable_lsn = max(self.durable_lsn, durable_lsn)
+        self.synced_lsn = max(self.synced_lsn, durable_lsn)
         self.seen_lsn = max(self.seen_lsn, last_lsn, durable_lsn)
 
     def _stop(self, reader: SegmentReader, more_follows: bool) -> LogEnd:
@@ -343,14 +346,12 @@ class LogRead:
                 self._see_all(header)
         if self._lost:
             end = LogEnd(End.CORRUPT, self._lost[0].number, 0, self._lost[0].nbytes)
-        elif self.durable_lsn > max(self.last_lsn, self.position.lsn):
+        elif self.synced_lsn > max(self.last_lsn, self.position.lsn):
             end = end._replace(end=End.CORRUPT)
         elif end.end is End.CLEAN and self._torn:
             end = LogEnd(End.TORN, self._torn[0].number, 0, HEADER_NBYTES)
         if end.end is End.CORRUPT:
-            self.damage.append(
-                f"the log is {end}: reached LSN {self.last_lsn}, synced was {self.durable_lsn}"
-            )
+            self.damage.append(f"the log is {end}: reached LSN {self.last_lsn}, synced was {self.synced_lsn}")
         self.end = end
 
     def _see_all(self, header: SegmentHeader) -> None:
