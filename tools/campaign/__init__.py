@@ -1,0 +1,1 @@
+"""Parts of the fault campaigns; `tools/crash_campaign.py` runs them."""
