@@ -146,6 +146,7 @@ class Journal:
         self._appended_nbytes = 0
         self._writing = threading.Lock()  # held while the writer's tail moves
         self._syncing = threading.Lock()  # held for a whole sync round
+        self._unlinking = threading.Lock()  # held while old files go, outside the writing lock
         self._queue: deque[_Entry] = deque()
         self._queued = threading.Condition()
         self._closing = False
@@ -252,7 +253,7 @@ class Journal:
         self.checkpoint(until)
         if self.checkpoint_lsn < target:
             return False
-        with self._writing:
+        with self._unlinking, self._writing:
             keep_from = self._writer.segment_number
             for ref in self._checkpoints[1:]:
                 if ref.lsn:
@@ -495,7 +496,7 @@ class Journal:
         self._appended_nbytes = 0
         self._checkpoints.insert(0, ref)
         self._counters.add("checkpoints")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._unlinking:
             self._unlink_old()
 
     def _unlink_old(self) -> None:
