@@ -50,22 +50,27 @@ class Cause(IntEnum):
 
 
 class Spilling:
-    """A request to spill. `wait` returns True once each part is committed, or no longer wanted."""
+    """A request to spill. `wait` returns True once each part is committed, or no longer wanted.
+
+    It returns False at the time-out, and when a part could not be written or logged.
+    """
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._num_open = 1
+        self._failed = False
         self._lock = threading.Lock()
 
     def wait(self, timeout_s: float | None) -> bool:
-        return self._done.wait(timeout_s)
+        return self._done.wait(timeout_s) and not self._failed
 
     def began(self) -> None:
         with self._lock:
             self._num_open += 1
 
-    def ended(self) -> None:
+    def ended(self, *, failed: bool = False) -> None:
         with self._lock:
+            self._failed |= failed
             self._num_open -= 1
             if self._num_open == 0:
                 self._done.set()
@@ -123,7 +128,7 @@ class Spiller:
         self.trouble: str | None = None
         self._off_until = 0.0
         self._tokens: dict[bytes, bytes] = {}
-        self._in_flight: set[tuple[int, int]] = set()
+        self._in_flight: dict[tuple[int, int], list[Spilling]] = {}
         self._queue: deque[_Wanted] = deque()
         self._queue_nbytes = 0
         self._num_busy = 0
@@ -161,7 +166,7 @@ class Spiller:
         with self._wake:
             if self._closing or (self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue):
                 self._counters.add("spill_queue_full_parts", len(rows))
-                wanted.spilling.ended()
+                wanted.spilling.ended(failed=True)
                 return wanted.spilling
             self._queue.append(wanted)
             self._queue_nbytes += nbytes
@@ -249,35 +254,43 @@ class Spiller:
                 wanted = self._queue.popleft()
                 self._queue_nbytes -= wanted.nbytes
                 self._num_busy += 1
+            done = False
             try:
-                self._spill(wanted)
+                done = self._spill(wanted)
             finally:
-                wanted.spilling.ended()
+                wanted.spilling.ended(failed=not done)
                 with self._wake:
                     self._num_busy -= 1
                     self._wake.notify_all()
 
-    def _spill(self, wanted: _Wanted) -> None:
+    def _spill(self, wanted: _Wanted) -> bool:
+        """False if it was not even tried."""
         if self.is_off:
             self._counters.add("spill_bypassed_parts", len(wanted.groups))
-            return
+            return False
         for part_nbytes, rows, groups in self._take(wanted):
             step = max(1, _BATCH_NBYTES // part_nbytes)
             for at in range(0, len(rows), step):
-                self._spill_batch(part_nbytes, rows[at : at + step], groups[at : at + step], wanted.spilling)
+                self._spill_batch(part_nbytes, rows[at : at + step], groups[at : at + step])
+        return True
 
     def _take(self, wanted: _Wanted) -> list[tuple[int, Rows, npt.NDArray[np.int64]]]:
-        """Mark what is still to be spilled as moving, by part size."""
+        """Mark what is still to be spilled as moving, by part size. What is on its way already is waited for."""
         by_size: dict[int, Parts] = {}
         with self._lock:
             rows = self._table.find(wanted.digests)
             for row, group in zip(rows.tolist(), wanted.groups.tolist(), strict=True):
-                if row < 0 or (row, group) in self._in_flight:
+                if row < 0:
+                    continue
+                if (row, group) in self._in_flight:
+                    wanted.spilling.began()
+                    self._in_flight[row, group].append(wanted.spilling)
                     continue
                 slots = self._table.slot[:, group, row]
                 if slots[Tier.DISK] >= 0 or (slots[: Tier.DISK] < 0).all():
                     continue
-                self._in_flight.add((row, group))
+                wanted.spilling.began()
+                self._in_flight[row, group] = [wanted.spilling]
                 self._table.moving[row] += 1
                 by_size.setdefault(self._part_nbytes(row, group), []).append((row, group))
         return [
@@ -292,13 +305,11 @@ class Spiller:
     def _part_nbytes(self, row: int, group: int) -> int:
         return self._layout_of(row).part_nbytes[group]
 
-    def _spill_batch(
-        self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64], spilling: Spilling
-    ) -> None:
+    def _spill_batch(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
         slots = self.reserve(part_nbytes, len(rows), time.monotonic() + self._deadline_s)
         if len(slots) < len(rows):
             self._counters.add("spill_no_space_parts", len(rows) - len(slots))
-            self._end_moves(rows[len(slots) :], groups[len(slots) :])
+            self._give_up(rows[len(slots) :], groups[len(slots) :])
             rows, groups = rows[: len(slots)], groups[: len(slots)]
         if not len(rows):
             return
@@ -309,10 +320,10 @@ class Spiller:
             self._failed(error)
             with self._lock:
                 self._resident.free(part_nbytes + SLOT_HEADER_NBYTES, slots)
-            self._end_moves(rows, groups)
+            self._give_up(rows, groups)
             return
         self.trouble = None
-        self._log_put(part_nbytes, rows, groups, slots, headers, checksums, spilling)
+        self._log_put(part_nbytes, rows, groups, slots, headers, checksums)
 
     def _gather(
         self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]
@@ -361,7 +372,6 @@ class Spiller:
         slots: Slots,
         headers: npt.NDArray[Any],
         checksums: npt.NDArray[np.uint64],
-        spilling: Spilling,
     ) -> None:
         records = np.zeros(len(rows), dtype=PUT_DTYPE)
         for name in ("digest", "parent", "group", "put_seq", "num_tokens"):
@@ -378,28 +388,27 @@ class Spiller:
                 self._resident.enter(named[named >= 0])
                 self._resident.free(stride, slots[named < 0])
             self.forget_tokens(self._table.digest[rows[i]].tobytes() for i in range(len(rows)))
-            self._moved(rows, groups)
-            spilling.ended()
+            self._moved(rows, groups, failed=False)
 
         def failed(error: Exception) -> None:
             self._failed(error)
             self._resident.free(stride, slots)
-            self._moved(rows, groups)
-            spilling.ended()
+            self._moved(rows, groups, failed=True)
 
-        spilling.began()
         self._journal.submit(PUT, records, applied, failed)
 
     # ---- ends ----------------------------------------------------------------------------------
 
-    def _end_moves(self, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
+    def _give_up(self, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
         with self._lock:
-            self._moved(rows, groups)
+            self._moved(rows, groups, failed=True)
             self._lock.notify_all()
 
-    def _moved(self, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
+    def _moved(self, rows: Rows, groups: npt.NDArray[np.int64], *, failed: bool) -> None:
         np.subtract.at(self._table.moving, rows, 1)
-        self._in_flight.difference_update(zip(rows.tolist(), groups.tolist(), strict=True))
+        for part in zip(rows.tolist(), groups.tolist(), strict=True):
+            for spilling in self._in_flight.pop(part):
+                spilling.ended(failed=failed)
 
     def _failed(self, error: Exception) -> None:
         self._counters.add("disk_write_errors")
