@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from .table.recovery import SLABS, WAL, Recovered, claim, recover
 from .table.salvage import salvage
 from .table.state import State
 from .tier.arena import Arena
-from .tier.base import PartStore, StoreFailed
+from .tier.base import FailedPlace, PartStore, StoreFailed
 from .tier.slab import SlabStore
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .units import KiB, MiB, align_up, format_nbytes
@@ -56,6 +56,7 @@ class Disk:
         self.report = report
         self._lock_file = lock_file
         self._put_seq = open_number << 32
+        self._failed: list[FailedPlace] = []
         self.on_failed_sync: Callable[[list[tuple[int, int]]], None] = lambda _parts: None
 
     @property
@@ -75,14 +76,28 @@ class Disk:
             self.store.sync()
         except StoreFailed as error:
             with self._lock:
-                lost = [
-                    part
-                    for place in error.failed
-                    for part in self._not_durable(place.part_nbytes, place.chunks)
-                ]
-                self.on_failed_sync(lost)
+                for place in error.failed:
+                    self.resident.arena.retire(place.part_nbytes + SLOT_HEADER_NBYTES, place.chunks)
+                    self.on_failed_sync(self._not_durable(place.part_nbytes, place.chunks))
+                self._failed += error.failed
             return False
+        self._discard_failed()
         return True
+
+    def _discard_failed(self) -> None:
+        """Unlink failed slabs that nothing lives in any more; their chunks serve again."""
+        for place in list(self._failed):
+            stride, arena = place.part_nbytes + SLOT_HEADER_NBYTES, self.resident.arena
+            with self._lock:
+                if arena.num_live_in(stride, place.chunks):
+                    continue
+            try:
+                self.store.discard(place)
+            except OSError:
+                continue
+            with self._lock:
+                arena.reinstate(stride, place.chunks)
+            self._failed.remove(place)
 
     def _not_durable(self, part_nbytes: int, chunks: range) -> list[tuple[int, int]]:
         """Parts put into these chunks since the last good sync; the chunks take nothing new (lock held)."""
@@ -104,21 +119,30 @@ class Disk:
 
     def erase(self, until: float) -> bool:
         """After a removal: blank every slot that may hold old bytes, and leave no log or checkpoint of them."""
+        self._discard_failed()
         if self.store.blank_drops_all:
             self.store.blank(0, [])
         else:
-            for part_nbytes, num_chunks in self.store.num_chunks().items():
-                self._blank_free(part_nbytes, num_chunks)
+            self._punch_spare()
+            for part_nbytes in self.store.num_chunks():
+                self._blank_free(part_nbytes)
         return self.sync_parts() and self.journal.forget_past(until)
 
-    def _blank_free(self, part_nbytes: int, num_chunks: int) -> None:
-        """Blank the free slots of chunks that may hold bytes, holding them meanwhile so that none is reused."""
+    def _punch_spare(self) -> None:
+        arena = self.resident.arena
+        with self._lock:
+            spare = arena.retire_spare(0)
+        self.resident.punch(spare)
+        with self._lock:
+            for stride, chunk in spare:
+                arena.reinstate(stride, [chunk])
+
+    def _blank_free(self, part_nbytes: int) -> None:
+        """Blank the free slots between live ones, holding them meanwhile so that none is used."""
         stride = part_nbytes + SLOT_HEADER_NBYTES
         with self._lock:
-            arena = self.resident.arena
-            live = arena.live_slots(stride)
-            slots = np.setdiff1d(np.arange(num_chunks * arena.slots_per_chunk(stride)), live)
-            arena.claim(stride, slots)
+            slots = self.resident.arena.free_slots(stride)
+            self.resident.arena.claim(stride, slots)
         try:
             self.store.blank(part_nbytes, slots)
         finally:
@@ -159,12 +183,15 @@ def open_disk(
         )
         state.settle()
         store = _make_store(fs, path, config, sizes)
-        arena = Arena(parts_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
+        # A value in LMDB takes two pages more than its part, and a write transaction needs some to spare.
+        arena_nbytes = parts_nbytes * 3 // 4 if config.disk == "lmdb" else parts_nbytes
+        arena = Arena(arena_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
         num_dropped = _claim_slots(state, arena, stride_on_disk)
-        policy: Policy[bytes] = make_policy(config.policy, max(parts_nbytes, arena.live_nbytes))
-        resident = Residency(Tier.DISK, state.table, arena, policy, stride_on_disk, _give_back(store))
+        policy: Policy[bytes] = make_policy(config.policy, max(arena_nbytes, arena.live_nbytes))
+        resident = Residency(Tier.DISK, state.table, arena, policy, stride_on_disk, _puncher(store, counters))
         resident.enter_all()
         residents[Tier.DISK] = resident
+        _punch_unused(store, resident)
         writer = LogWriter(
             fs, f"{path}/{WAL}", segment_nbytes=segment_nbytes, next_number=recovered.next_segment,
             position=recovered.position,
@@ -234,15 +261,27 @@ def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes) -> PartStore:
         from .tier.lmdb_store import LmdbStore
 
         return LmdbStore(fs, f"{path}/{SLABS}", map_nbytes=shares(sizes)[2])
-    return SlabStore(fs, f"{path}/{SLABS}", chunk_nbytes=_CHUNK_NBYTES, disk_io=config.disk_io)
+    return SlabStore(fs, f"{path}/{SLABS}", disk_io=config.disk_io)
 
 
-def _give_back(store: PartStore) -> Callable[[object], None]:
-    def give_back(chunks: object) -> None:
-        for stride, chunk in chunks:  # type: ignore[attr-defined]
-            store.release(stride - SLOT_HEADER_NBYTES, [chunk])
+def _punch_unused(store: PartStore, resident: Residency) -> None:
+    """Give back the file space of chunks in which nothing lives: leftovers of parts that were dropped."""
+    for part_nbytes, num_chunks in store.num_chunks().items():
+        stride = part_nbytes + SLOT_HEADER_NBYTES
+        chunks = range(num_chunks)
+        unused = [chunk for chunk in chunks if not resident.arena.num_live_in(stride, [chunk])]
+        resident.punch([(stride, chunk) for chunk in unused])
 
-    return give_back
+
+def _puncher(store: PartStore, counters: Counters) -> Callable[[Sequence[tuple[int, int]]], None]:
+    def punch(chunks: Sequence[tuple[int, int]]) -> None:
+        for stride, chunk in chunks:
+            try:
+                store.release(stride - SLOT_HEADER_NBYTES, [chunk])
+            except OSError:
+                counters.add("punch_errors")
+
+    return punch
 
 
 def _claim_slots(state: State, arena: Arena, stride_on_disk: Callable[[int, int], int]) -> int:

@@ -244,9 +244,12 @@ class Mover:
             for i in indices
         ]
         expected = self._expected(coming.rows[on_disk], group)
-        verdicts = self._store.read(
-            part_nbytes, coming.sources[on_disk], expected, into, max(0.0, until - time.monotonic())
-        )
+        late = self._late(part_nbytes, coming, indices)
+        left_s = max(0.0, until - time.monotonic())
+        verdicts = self._store.read(part_nbytes, coming.sources[on_disk], expected, into, left_s, late)
+        for index, verdict in zip(indices, verdicts, strict=True):
+            if verdict is Verdict.TIMED_OUT and direct:
+                coming.targets[index] = -1  # its slot is given back once the read lets go of it
         failures = [
             Failure(int(coming.rows[i]), group, _REASONS[verdict])
             for i, verdict in zip(indices, verdicts, strict=True)
@@ -256,6 +259,18 @@ class Mover:
             device.stream.copy(device.parts(part_nbytes, int(coming.targets[index]), 1)[0], scratch[index])
             del scratch[index]
         return scratch, failures
+
+    def _late(self, part_nbytes: int, coming: _Bringing, indices: Sequence[int]) -> Callable[[int], None]:
+        """What gives a device slot back when a read that timed out no longer writes into it."""
+        targets = coming.targets.copy()
+
+        def late(item: int) -> None:
+            slot = int(targets[indices[item]])
+            if slot >= 0 and self._memories[Tier.DEVICE].host_addressable:
+                with self._lock:
+                    self._residents[Tier.DEVICE].free(part_nbytes, np.array([slot], dtype=np.int64))
+
+        return late
 
     def _expected(self, rows: Rows, group: int) -> npt.NDArray[np.void]:
         expected = np.zeros(len(rows), dtype=EXPECTED_DTYPE)

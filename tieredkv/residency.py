@@ -22,7 +22,7 @@ class Residency:
 
     Args:
         stride_nbytes: `(row, group) → bytes of a slot` of that block's part in this tier.
-        give_back: told which `(stride, chunk)` pairs went back to the budget.
+        punch: gives the space of `(stride, chunk)` pairs back to the file system; I/O, no lock held.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Residency:
         arena: Arena,
         policy: Policy[bytes],
         stride_nbytes: Callable[[int, int], int],
-        give_back: Callable[[Sequence[tuple[int, int]]], None] = lambda _chunks: None,
+        punch: Callable[[Sequence[tuple[int, int]]], None] = lambda _chunks: None,
     ) -> None:
         self.tier = tier
         self.table = table
@@ -41,7 +41,7 @@ class Residency:
         self.num_evictions = 0
         self.hit_tokens = 0
         self._stride_nbytes = stride_nbytes
-        self._give_back = give_back
+        self.punch = punch
 
     def groups_of(self, row: int) -> list[int]:
         """Groups of which this tier holds the block's part."""
@@ -117,7 +117,7 @@ class Residency:
 
     def free(self, stride_nbytes: int, slots: Slots) -> None:
         """Give back slots that no row names any more."""
-        self._give_back(self.arena.free(stride_nbytes, slots))
+        self.arena.free(stride_nbytes, slots)
 
     def touch(self, rows: Rows) -> None:
         """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first."""

@@ -82,13 +82,14 @@ class Room:
     ) -> Slots:
         pieces, freed = [_NO_SLOTS], 0
         while missing:
+            self._surrender(resident, stride)
             with self._lock:
                 pieces.append(resident.arena.allocate(stride, missing))
                 missing -= len(pieces[-1])
                 if not missing or time.monotonic() > until:
                     break
                 # A chunk's worth left by policy and still no slot: the free space is in pools of other sizes.
-                scattered = freed >= resident.arena.chunk_nbytes
+                scattered = freed >= resident.arena.chunk_span(stride)
                 leaving = self._choose_chunk(resident, stride) if scattered else []
                 leaving = leaving or self._choose(resident, missing * stride, incoming)
                 leaving = leaving or self._choose_chunk(resident, stride)
@@ -97,6 +98,17 @@ class Room:
             freed = 0 if scattered else freed + self._bytes(resident, leaving)
             self._let_go(resident, leaving, until)
         return np.concatenate(pieces)
+
+    def _surrender(self, resident: Residency, except_stride: int) -> None:
+        """Give empty chunks of other sizes back to the budget, their disk space first."""
+        with self._lock:
+            spare = resident.arena.retire_spare(except_stride)
+        if not spare:
+            return
+        resident.punch(spare)
+        with self._lock:
+            for stride, chunk in spare:
+                resident.arena.reinstate(stride, [chunk])
 
     def trim(self, tier: Tier, until: float) -> None:
         """Evict until a tier that recovery found above its budget keeps it."""
@@ -113,6 +125,7 @@ class Room:
             if not leaving:
                 break
             self._let_go(resident, leaving, until)
+            self._surrender(resident, 0)
         with self._lock:
             resident.policy.capacity_nbytes = max(resident.arena.budget_nbytes, resident.policy.nbytes)
 

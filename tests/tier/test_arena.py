@@ -78,7 +78,8 @@ def test_pools_on_disk_number_their_own_chunks() -> None:
     arena = make(32, 8, shared=False)
     assert arena.allocate(PAGE, 9).tolist() == list(range(9))
     assert arena.allocate(2 * PAGE, 5).tolist() == list(range(5))
-    assert arena.free(PAGE, range(8)) == [(PAGE, 0)]
+    assert arena.free(PAGE, range(8)) == [], "its pool keeps an empty chunk: the file space is not punched"
+    assert arena.free_slots(PAGE).tolist() == [*range(8), *range(9, 16)]
     assert arena.allocate(PAGE, 9).tolist() == [*range(8), 9]
     arena.check()
 
@@ -159,10 +160,11 @@ def test_unsealing_offers_the_slots_again() -> None:
 def test_a_retired_chunk_counts_until_it_is_reinstated() -> None:
     arena = make(32, 8, shared=False)
     slots = arena.allocate(PAGE, 12)
-    assert arena.free(PAGE, slots[:8]) == [(PAGE, 0)]
+    arena.free(PAGE, slots[:8])
+    assert arena.retire_spare(PAGE) == [] and arena.retire_spare(2 * PAGE) == [(PAGE, 0)]
     arena.retire(PAGE, [0, 1])  # the first is empty and waits to be punched, the second holds 4
     assert arena.used_nbytes == 16 * PAGE and arena.num_free(PAGE) == 16
-    assert arena.num_live_in(PAGE, [0, 1, 7]) == 4
+    assert arena.num_live_in(PAGE, [0, 1, 7]) == 4 and arena.free_slots(PAGE).size == 0
     assert arena.allocate(PAGE, 3).tolist() == [16, 17, 18]
     assert arena.free(PAGE, slots[8:]) == []
     arena.check()
@@ -170,6 +172,15 @@ def test_a_retired_chunk_counts_until_it_is_reinstated() -> None:
     assert arena.used_nbytes == 16 * PAGE
     arena.reinstate(PAGE, [1])
     assert arena.used_nbytes == 8 * PAGE and arena.num_free(PAGE) == 29
+    arena.check()
+
+
+def test_a_failed_slab_gives_no_numbers_and_costs_nothing_for_those_it_never_used() -> None:
+    arena = make(32, 8, shared=False)
+    arena.retire(PAGE, [0, 1])
+    assert arena.used_nbytes == 0 and arena.allocate(PAGE, 1).tolist() == [16]
+    arena.reinstate(PAGE, [0, 1])
+    assert arena.allocate(PAGE, 9).size == 9 and arena.num_live(PAGE) == 10
     arena.check()
 
 
@@ -210,17 +221,14 @@ def test_a_fragmented_pool_of_a_million_slots_is_fast() -> None:
 class ArenaMachine(RuleBasedStateMachine):
     """The arena against a dict of live slots and their bytes."""
 
-    @initialize(
-        shared=st.booleans(), chunk_pages=st.integers(4, 9), num_chunks=st.integers(1, 6), later=st.booleans()
-    )
-    def begin(self, shared: bool, chunk_pages: int, num_chunks: int, later: bool) -> None:
+    @initialize(shared=st.booleans(), chunk_pages=st.integers(4, 9), num_chunks=st.integers(1, 6))
+    def begin(self, shared: bool, chunk_pages: int, num_chunks: int) -> None:
         self.shared = shared
         self.chunk_pages = chunk_pages
         self.arena = make(chunk_pages * num_chunks + 1, chunk_pages, shared)
         self.live: dict[int, set[int]] = {PAGE: set(), 2 * PAGE: set(), 3 * PAGE: set()}
         self.sealed: set[tuple[int, int]] = set()
         self.retired: list[tuple[int, int]] = []
-        self.punches_later = later
 
     @rule(pages=st.integers(1, 3), count=st.integers(0, 12))
     def allocate(self, pages: int, count: int) -> None:
@@ -245,11 +253,17 @@ class ArenaMachine(RuleBasedStateMachine):
         self.live[stride] -= set(slots)
         after = {slot // per_chunk for slot in self.live[stride]}
         gone = self.arena.free(stride, slots)
-        assert set(gone) == {(stride, chunk) for chunk in before - after}
+        assert set(gone) == ({(stride, chunk) for chunk in before - after} if self.shared else set())
         self.sealed -= set(gone)
-        for stride, chunk in gone if self.punches_later else ():
-            self.arena.retire(stride, [chunk])
-            self.retired.append((stride, chunk))
+
+    @rule(pages=st.integers(0, 3))
+    def retire_spare(self, pages: int) -> None:
+        spare = self.arena.retire_spare(pages * PAGE)
+        for stride, chunk in spare:
+            per_chunk = self.arena.slots_per_chunk(stride)
+            assert stride != pages * PAGE and chunk not in {slot // per_chunk for slot in self.live[stride]}
+        assert not spare or not self.shared
+        self.retired += spare
 
     @precondition(lambda self: self.retired)
     @rule()

@@ -179,7 +179,9 @@ def _namespace_stat(state: State, number: int) -> NamespaceStat:
     rows = rows[table.namespace[rows] == number]
     here = table.slot[Tier.DISK][: len(row.layout.groups), rows] >= 0
     counts = here.sum(axis=1)
-    nbytes = sum(int(n) * (size + SLOT_HEADER_NBYTES) for n, size in zip(counts, row.layout.part_nbytes, strict=True))
+    nbytes = sum(
+        int(n) * (size + SLOT_HEADER_NBYTES) for n, size in zip(counts, row.layout.part_nbytes, strict=True)
+    )
     kinds = tuple(f"window({g.window})" if g.window else g.kind for g in row.layout.groups)
     return NamespaceStat(number, row.digest.hex(), len(rows), int(counts.sum()), nbytes, kinds)
 
@@ -222,12 +224,9 @@ def open_store(reading: Reading) -> PartStore:
     slabs = f"{reading.path}/{SLABS}"
     names = reading.fs.list_names(slabs) if reading.fs.is_dir(slabs) else []
     if any(name.endswith((".lmdb", ".mdb")) for name in names):
-        return LmdbStore(reading.fs, slabs, map_nbytes=_map_nbytes(reading, slabs, names))
-    return SlabStore(reading.fs, slabs, disk_io="direct")
-
-
-def _map_nbytes(reading: Reading, slabs: str, names: list[str]) -> int:
-    return max(reading.fs.file_nbytes(f"{slabs}/{name}") for name in names)
+        map_nbytes = max(reading.fs.file_nbytes(f"{slabs}/{name}") for name in names)
+        return LmdbStore(reading.fs, slabs, map_nbytes=map_nbytes, read_only=True)
+    return SlabStore(reading.fs, slabs, read_only=True)
 
 
 def _verify(
@@ -240,7 +239,9 @@ def _verify(
     total = sum(len(rows) for _, _, rows in batches)
     done = nbytes = 0
     for part_nbytes, group, rows in batches:
-        for row, verdict in zip(rows.tolist(), _check(reading.state, store, part_nbytes, group, rows), strict=True):
+        for row, verdict in zip(
+            rows.tolist(), _check(reading.state, store, part_nbytes, group, rows), strict=True
+        ):
             name = _name(verdict, int(table.lsn[group, row]), reading.log.durable_lsn)
             counts[name] = counts.get(name, 0) + 1
             if verdict is not Verdict.OK:

@@ -94,6 +94,8 @@ class Arena:
         min_chunk_nbytes: the largest stride that must fit into a chunk.
         shared: True numbers chunks in one space, as one allocation has it, and the budget cannot grow past
             its first value; False lets every pool number its own from 0, packed, as files of its own have it.
+            An empty chunk goes back to the budget at once if shared. Otherwise its pool keeps it, for its
+            file space must be punched first: `retire_spare`, punch, `reinstate`.
     """
 
     def __init__(
@@ -176,6 +178,11 @@ class Arena:
         pool = self._pools.get(stride_nbytes)
         return pool.live_slots() if pool else np.empty(0, np.int64)
 
+    def free_slots(self, stride_nbytes: int) -> Slots:
+        """Slots without a part in the chunks of one size that serve, ascending."""
+        pool = self._pools.get(stride_nbytes)
+        return pool.free_slots() if pool else np.empty(0, np.int64)
+
     def allocate(self, stride_nbytes: int, count: int) -> Slots:
         """Up to `count` slots, now live, ascending, in few and long runs; fewer when the budget is out.
 
@@ -256,23 +263,39 @@ class Arena:
         """Emptying was given up. Does nothing for a chunk that went back to the budget."""
         self._pools[stride_nbytes].open(chunk, _SEALED)
 
-    def retire(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
-        """These chunks, held or not, give no slots and count against the budget until `reinstate`.
+    def retire_spare(self, except_stride: int) -> list[tuple[int, int]]:
+        """Retire every open chunk of another size that has no live slot; returns their `(stride, chunk)`."""
+        spare = [
+            (stride, chunk)
+            for stride, pool in self._pools.items()
+            if stride != except_stride and pool.keeps_empty
+            for chunk in pool.empty_chunks()
+        ]
+        for stride, chunk in spare:
+            self._pools[stride].close(chunk, _RETIRED)
+        return spare
 
-        So it is with a chunk whose bytes are not punched yet, and with those of a failed slab. Slots that
-        are live in them stay so; a retired chunk does not go back to the budget with its last slot.
+    def retire(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
+        """These chunks give no slots until `reinstate`; those that are held count against the budget still.
+
+        So it is with the chunks of a failed slab, the ones it never came to among them. Slots that are live
+        in them stay so; a retired chunk does not go back to the budget with its last slot.
         """
         pool = self._pool(stride_nbytes)
         for chunk in chunks:
-            if not pool.holds(chunk):
+            if pool.holds(chunk):
+                pool.close(chunk, _RETIRED)
+            elif not pool.numbers.is_taken(chunk):
                 pool.numbers.take_this(chunk)
-                self._add(pool, stride_nbytes, chunk)
-            pool.close(chunk, _RETIRED)
 
     def reinstate(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
         """Retired chunks serve again: those with live slots at once, the others from the budget."""
+        pool = self._pools[stride_nbytes]
         for chunk in chunks:
-            num_gone = self._pools[stride_nbytes].open(chunk, _RETIRED)
+            if not pool.holds(chunk):
+                pool.numbers.give_back(chunk)
+                continue
+            num_gone = pool.open(chunk, _RETIRED)
             self._used_nbytes -= num_gone * self.chunk_span(stride_nbytes)
 
     def num_live_in(self, stride_nbytes: int, chunks: Iterable[int]) -> int:
@@ -297,7 +320,8 @@ class Arena:
         if pool is None:
             assert stride_nbytes % PAGE_NBYTES == 0 and stride_nbytes > 0, f"stride of {stride_nbytes} bytes"
             numbers = self._shared or _ChunkNumbers()
-            pool = self._pools[stride_nbytes] = _Pool(self.slots_per_chunk(stride_nbytes), numbers)
+            per_chunk, keeps = self.slots_per_chunk(stride_nbytes), self._shared is None
+            pool = self._pools[stride_nbytes] = _Pool(per_chunk, numbers, keeps_empty=keeps)
         return pool
 
     def _num_free_chunks(self, stride_nbytes: int) -> int:
@@ -355,8 +379,9 @@ class _Pool:
     makes it exact, a free raises it by what that free can join, so that `take` rarely looks at a row in vain.
     """
 
-    def __init__(self, slots_per_chunk: int, numbers: _ChunkNumbers) -> None:
+    def __init__(self, slots_per_chunk: int, numbers: _ChunkNumbers, *, keeps_empty: bool) -> None:
         self.slots_per_chunk = slots_per_chunk
+        self.keeps_empty = keeps_empty
         self.numbers = numbers
         self.num_chunks = 0
         self.num_live = 0
@@ -414,7 +439,7 @@ class _Pool:
         self.num_free -= int(counts[self._state == _OPEN].sum())
 
     def give_back(self, numbers: Slots) -> list[int]:
-        """These live slots are free. Returns the chunks left without a live slot, which leave the pool."""
+        """These live slots are free. Returns the chunks left without a live slot that leave the pool."""
         assert self.is_live(numbers).all(), f"slot {numbers[~self.is_live(numbers)][0]} freed but not live"
         rows, index = self._locate(numbers)
         self._live[rows, index] = False
@@ -429,6 +454,8 @@ class _Pool:
         joined = (counts[touched] + 1) * self._longest[touched] + counts[touched]
         bounds = np.minimum(joined, self._num_free[touched])
         self._longest[touched] = np.where(self._state[touched] == _OPEN, bounds, 0)
+        if self.keeps_empty:
+            return []
         empty = touched[
             (self._num_free[touched] == self.slots_per_chunk) & (self._state[touched] != _RETIRED)
         ]
@@ -450,6 +477,11 @@ class _Pool:
         rows, index = np.nonzero(self._live)
         return np.sort(self._chunk_of[rows] * self.slots_per_chunk + index)
 
+    def free_slots(self) -> Slots:
+        serving = (self._chunk_of >= 0) & (self._state == _OPEN)
+        rows, index = np.nonzero(~self._live & serving[:, None])
+        return np.sort(self._chunk_of[rows] * self.slots_per_chunk + index)
+
     def live_slots_of(self, chunk: int) -> Slots:
         return np.flatnonzero(self._live[self._row_of[chunk]]) + chunk * self.slots_per_chunk
 
@@ -461,6 +493,11 @@ class _Pool:
             if (stride_nbytes, chunk) not in skip:
                 return chunk
         return None
+
+    def empty_chunks(self) -> list[int]:
+        """Open chunks without a live slot."""
+        rows = (self._chunk_of >= 0) & (self._state == _OPEN) & (self._num_free == self.slots_per_chunk)
+        return [int(chunk) for chunk in self._chunk_of[rows]]
 
     def holds(self, chunk: int) -> bool:
         return chunk < self._row_of.size and bool(self._row_of[chunk] >= 0)
@@ -503,7 +540,8 @@ class _Pool:
             assert self._state[row] != _OPEN or longest <= self._longest[row], (
                 f"run of {longest} over its bound"
             )
-            assert self._state[row] == _RETIRED or free[row] < self.slots_per_chunk, "an empty chunk is held"
+            kept = self.keeps_empty or self._state[row] == _RETIRED
+            assert kept or free[row] < self.slots_per_chunk, "an empty chunk is held"
             assert self._row_of[self._chunk_of[row]] == row, f"row {row} is not where its chunk points"
         assert not self._longest[self._chunk_of < 0].any(), "a row without a chunk offers slots"
         return [int(chunk) for chunk in self._chunk_of[rows]]
