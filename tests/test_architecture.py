@@ -22,7 +22,7 @@ ROWS = """
     policy: base lru arc registry
     tier: base arena stream tensor workers slab_format slab_file slab lmdb_store
     wal: records format reader writer
-    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit
+    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit repair
     plan residency disk spiller prefix room mover
     namespace sessions removal cache
     attention* hf*

@@ -19,7 +19,7 @@ from ..errors import NotAStore
 from ..outcomes import Tier
 from ..system import Fs, OsFs
 from ..tier.base import PartStore, Verdict
-from ..tier.lmdb_store import LmdbStore
+from ..tier.lmdb_store import PAYLOAD_NAME, LmdbStore
 from ..tier.slab import SlabStore
 from ..tier.slab_format import EXPECTED_DTYPE, SLOT_HEADER_NBYTES
 from ..units import PAGE_NBYTES
@@ -120,7 +120,7 @@ class Reading:
     damage: list[str] = field(default_factory=list)
 
 
-def read(path: str, fs: Fs | None = None) -> Reading:
+def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
     """Rebuild the state of the store at `path` in memory.
 
     Raises:
@@ -128,7 +128,7 @@ def read(path: str, fs: Fs | None = None) -> Reading:
         NewerFormat, PathUnusable: as `open`.
     """
     fs = fs or OsFs()
-    path = os.path.expanduser(path)
+    path = os.path.expanduser(os.fspath(path))
     found = survey(fs, path)
     if found.is_new:
         raise NotAStore(f"{path} holds no store")
@@ -141,7 +141,7 @@ def read(path: str, fs: Fs | None = None) -> Reading:
     return Reading(fs, path, found, state, log, checkpoint, damage + log.damage)
 
 
-def stat(path: str, fs: Fs | None = None) -> StoreStat:
+def stat(path: str | os.PathLike[str], fs: Fs | None = None) -> StoreStat:
     """What the store at `path` holds. Raises as `read`."""
     reading = read(path, fs)
     table, catalog, log = reading.state.table, reading.state.catalog, reading.log
@@ -187,7 +187,9 @@ def _namespace_stat(state: State, number: int) -> NamespaceStat:
 
 
 def fsck(
-    path: str, progress: Callable[[int, int], None] = lambda _done, _total: None, fs: Fs | None = None
+    path: str | os.PathLike[str],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    fs: Fs | None = None,
 ) -> FsckReport:
     """Verify every part that the table names: header, identity, lengths, checksum. Changes nothing.
 
@@ -198,7 +200,7 @@ def fsck(
         NotAStore, NewerFormat, PathUnusable: as `read`.
     """
     reading = read(path, fs)
-    store = open_store(reading)
+    store = payloads_of(reading.fs, reading.path)
     try:
         bad, counts, num_parts, nbytes = _verify(reading, store, progress)
     finally:
@@ -219,14 +221,13 @@ def fsck(
     )
 
 
-def open_store(reading: Reading) -> PartStore:
+def payloads_of(fs: Fs, path: str) -> PartStore:
     """The payload store of a directory, for reading."""
-    slabs = f"{reading.path}/{SLABS}"
-    names = reading.fs.list_names(slabs) if reading.fs.is_dir(slabs) else []
-    if any(name.endswith((".lmdb", ".mdb")) for name in names):
-        map_nbytes = max(reading.fs.file_nbytes(f"{slabs}/{name}") for name in names)
-        return LmdbStore(reading.fs, slabs, map_nbytes=map_nbytes, read_only=True)
-    return SlabStore(reading.fs, slabs, read_only=True)
+    slabs = f"{path}/{SLABS}"
+    names = fs.list_names(slabs) if fs.is_dir(slabs) else []
+    if PAYLOAD_NAME in names:
+        return LmdbStore(fs, slabs, map_nbytes=fs.file_nbytes(f"{slabs}/{PAYLOAD_NAME}"), read_only=True)
+    return SlabStore(fs, slabs, read_only=True)
 
 
 def _verify(
