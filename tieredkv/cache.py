@@ -106,7 +106,7 @@ class TieredCache:
         self._mover: Mover | None = None
         self._sessions = Sessions(
             lock=self._lock, state=self._state, clock=clock, log=self._log, remove=self._remove_sessions,
-            room=lambda: self._room, deadline_s=config.deadline_s,
+            room=lambda: self._room, check_open=self.check_open, deadline_s=config.deadline_s,
         )  # fmt: skip
         if self._state.catalog.removals:
             self._remover().finish()
@@ -268,11 +268,11 @@ class TieredCache:
             self._spiller.drop(parts, Cause.FAILED_SYNC)
 
     def _core(self) -> Core:
-        assert self._mover is not None, "tiers are made before namespaces"
+        assert self._mover is not None and self._room is not None, "tiers are made before namespaces"
         return Core(
             lock=self._lock, table=self._table, residents=self._residents, mover=self._mover,
             spiller=self._spiller, eager=self.config.spill == "eager", counters=self._counters,
-            deadline_s=self.deadline_s, drop_failed=self._drop_failed,
+            deadline_s=self.deadline_s, drop_failed=self._drop_failed, drop_stranded=self._room.drop_stranded,
             identity_differences=self._identity_differences, check_open=self.check_open,
         )  # fmt: skip
 
@@ -333,11 +333,14 @@ class TieredCache:
         The namespace object is of no use afterwards; ask `namespace` for it again.
 
         Raises:
-            SessionError: the removal is logged but could not be finished; the next open finishes it.
+            SessionError: parts of it are in use, and nothing is removed; or the removal is logged but could not
+                be finished: the next open finishes it.
         """
         self.check_open()
         with self._making:
-            self._spaces.pop(space.digest, None)
+            with self._lock:
+                self._spaces.pop(space.digest, None)
+                space.retire()
             self._remover().purge(space.row.number)
 
     def _remove_sessions(self, names: Iterable[str]) -> None:
@@ -347,7 +350,7 @@ class TieredCache:
     def _remover(self) -> Remover:
         return Remover(
             lock=self._lock, state=self._state, sessions=self._sessions, memories=self._memories,
-            room=self._room, spiller=self._spiller, disk=self._disk, log=self._log,
+            room=self._room, spiller=self._spiller, disk=self._disk, log=self._log, in_use_s=self.deadline_s,
         )  # fmt: skip
 
     # ---- the whole -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from .block.anchors import kept_window_blocks, longest_restorable, num_full_blocks
 from .block.hashing import Digests, Tokens, as_tokens, chain
 from .block.layout import BlockLayout
-from .errors import BadInput
+from .errors import BadInput, Closed
 from .mover import Failure, Mover, Span
 from .outcomes import Counters, Lookup, Reason, Stored, Tier
 from .prefix import Prefix, Segment
@@ -51,6 +52,7 @@ class Core:
     counters: Counters
     deadline_s: float
     drop_failed: Callable[[Sequence[tuple[int, int]], Cause], None]
+    drop_stranded: Callable[[Sequence[int]], object]
     identity_differences: Callable[[NamespaceRow], list[str]]
     check_open: Callable[[], None]
 
@@ -63,6 +65,17 @@ class Namespace:
         self.layout: BlockLayout = row.layout
         self.digest = row.digest
         self._core = core
+        self._pid = os.getpid()
+        self._purged = False
+
+    def retire(self) -> None:
+        """It is being purged: every later call is refused (lock held)."""
+        self._purged = True
+
+    def _check_open(self) -> None:
+        self._core.check_open()
+        if self._purged:
+            raise Closed("this namespace was purged; ask the cache for it again")
 
     # ---- lookup --------------------------------------------------------------------------------
 
@@ -72,7 +85,7 @@ class Namespace:
         Args:
             tokens: 1-D integers; one of them is always left to compute.
         """
-        self._core.check_open()
+        self._check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
         with self._core.lock:
@@ -144,7 +157,7 @@ class Namespace:
             timeout_s: the longest to wait for the disk; the configured deadline if None.
         """
         core = self._core
-        core.check_open()
+        self._check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
         until = time.monotonic() + (core.deadline_s if timeout_s is None else timeout_s)
@@ -152,18 +165,20 @@ class Namespace:
         while True:
             absent = frozenset((f.row, f.group) for f in failures)
             with core.lock:
+                self._check_open()
                 found = self._find(ids, digests, absent)
                 lookup = self._describe(found)
                 rows = found.rows[: found.boundary]
-                core.table.pins[rows] += 1
+                held = rows[rows >= 0]  # with windows alone the head of a chain may be gone
+                core.table.pins[held] += 1
             segments, failed = self._bring_up(rows, until)
             if not failed:
                 break
-            self._unpin(rows)
+            self._unpin(held)
             failures += failed
             self._report(failed)
         reason, detail = (failures[0].reason, "") if failures else (lookup.reason, lookup.detail)
-        self._hit(rows, lookup)
+        self._hit(held, lookup)
         return Prefix(
             self.layout,
             lookup.num_tokens,
@@ -171,7 +186,7 @@ class Namespace:
             lookup.by_tier,
             reason,
             detail,
-            lambda: self._unpin(rows),
+            lambda: self._unpin(held),
         )
 
     def _bring_up(self, rows: Rows, until: float) -> tuple[list[list[Segment]], list[Failure]]:
@@ -203,6 +218,8 @@ class Namespace:
                 resident.hit_tokens += lookup.by_tier.get(tier.name.lower(), 0)
 
     def _unpin(self, rows: Rows) -> None:
+        if os.getpid() != self._pid:
+            return  # in a forked child nothing is pinned, and the lock may be held for ever
         with self._core.lock:
             self._core.table.pins[rows] -= 1
             assert not (self._core.table.pins[rows] < 0).any(), "a prefix was unpinned twice"
@@ -222,26 +239,34 @@ class Namespace:
         Raises:
             BadInput: an anchor that is no boundary, or tensors that are not as the layout says.
         """
-        core, size = self._core, self.layout.block_size
-        core.check_open()
+        core = self._core
+        self._check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
         spans = self._spans(kv, len(ids))
         boundaries = self._boundaries(anchors, len(digests))
         covered = self._covered(spans, len(digests))
         with core.lock:
+            self._check_open()
             rows = core.table.register(self.row.number, digests)
-            end = int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)
-            rows = rows[:end]
+            rows = rows[: int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)]
             core.table.uses[rows] += 1
             missing, num_storable = self._missing(rows, covered, boundaries)
-            if core.spiller is not None:
-                new = np.flatnonzero(missing.any(axis=0)).tolist()
-                core.spiller.remember_tokens(
-                    {digests[b].tobytes(): ids[b * size : b * size + size] for b in new}
-                )
-        taken = core.mover.store(self.layout, rows, missing, spans, time.monotonic() + core.deadline_s)
-        return self._stored(rows, missing, min(taken, num_storable), len(digests))
+            self._remember_tokens(ids, digests, missing)
+        taken = 0
+        try:
+            taken = core.mover.store(self.layout, rows, missing, spans, time.monotonic() + core.deadline_s)
+        finally:
+            stored = self._stored(rows, missing, min(taken, num_storable), len(digests))
+        return stored
+
+    def _remember_tokens(self, ids: Tokens, digests: Digests, missing: npt.NDArray[np.bool_]) -> None:
+        """For the slot headers of blocks that will be spilled (lock held)."""
+        if self._core.spiller is not None:
+            size, new = self.layout.block_size, np.flatnonzero(missing.any(axis=0)).tolist()
+            self._core.spiller.remember_tokens(
+                {digests[b].tobytes(): ids[b * size : b * size + size] for b in new}
+            )
 
     def _missing(
         self, rows: Rows, covered: npt.NDArray[np.bool_], boundaries: Sequence[int]
@@ -261,16 +286,17 @@ class Namespace:
         return missing, end
 
     def _stored(self, rows: Rows, missing: npt.NDArray[np.bool_], taken: int, num_blocks: int) -> Stored:
-        core, spilling = self._core, Spilling()
-        spilling.ended()
-        missing[:, taken:] = False
+        core = self._core
         with core.lock:
-            groups, blocks = np.nonzero(missing)
+            taken = min(taken, self._whole(rows))
+            missing[:, taken:] = False
+            new = rows[missing.any(axis=0)]
             for resident in core.residents.values():
-                resident.settle(rows[np.unique(blocks)])
-            if core.spiller is not None and core.eager and len(blocks):
-                spilling = core.spiller.enqueue(rows[blocks], groups)
+                resident.settle(new)
+            spilling = self._spill(rows[:taken])
             core.table.uses[rows] -= 1
+            if taken < len(rows):
+                core.drop_stranded([int(rows[taken])])
             core.table.free_if_empty(rows)
             core.lock.notify_all()
         num_new = int(missing.any(axis=0).sum())
@@ -281,6 +307,25 @@ class Namespace:
             core.counters.add("refused_blocks", refused)
             reason = Reason.KEY_TAKEN if len(rows) < num_blocks else Reason.NO_SPACE
         return Stored(num_new, taken - num_new, refused, reason, wait=spilling.wait)
+
+    def _whole(self, rows: Rows) -> int:
+        """How many blocks from the head have their full part: some may have left meanwhile (lock held)."""
+        full = self.layout.full_group
+        if full is None:
+            return len(rows)
+        return int(np.logical_and.accumulate(self._core.table.present(rows, full + 1)[full]).sum())
+
+    def _spill(self, rows: Rows) -> Spilling:
+        """Send on whatever of a stored chain is not committed yet, also from earlier calls (lock held)."""
+        core = self._core
+        if core.spiller is not None and core.eager and len(rows):
+            slots = core.table.slot[:, :, rows]
+            groups, blocks = np.nonzero((slots[: Tier.DISK] >= 0).any(axis=0) & (slots[Tier.DISK] < 0))
+            if len(blocks):
+                return core.spiller.enqueue(rows[blocks], groups)
+        spilling = Spilling()
+        spilling.ended()
+        return spilling
 
     def _spans(self, kv: LayerKV, num_tokens: int) -> dict[int, Sequence[Span]]:
         """`kv` as spans, checked against the layout."""

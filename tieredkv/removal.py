@@ -13,12 +13,15 @@ from .outcomes import Tier
 from .room import Room
 from .sessions import Sessions
 from .spiller import Cause, Spiller
-from .table.catalog import to_record
+from .table.catalog import SessionRow, to_record
 from .table.state import State
 from .tier.tensor import TensorTier
 from .wal.records import REMOVAL, REMOVED
 
 _REMOVAL_S = 30.0
+
+_Going = Callable[[], tuple[list[SessionRow], list[int]]]
+"""Which sessions and rows go, as of now."""
 
 
 class Remover:
@@ -27,6 +30,9 @@ class Remover:
     The order: drops, then the removal's own record, synced; memory zeroed; old slots blanked; a checkpoint
     without it; the log and the checkpoints before that unlinked. A removal that a crash cut short is
     finished by the next open.
+
+    Args:
+        in_use_s: the longest to wait for those who use what goes.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Remover:
         spiller: Spiller | None,
         disk: Disk | None,
         log: Callable[[int, tuple[bytes, ...], str], None],
+        in_use_s: float,
     ) -> None:
         self._lock = lock
         self._state = state
@@ -49,37 +56,40 @@ class Remover:
         self._spiller = spiller
         self._disk = disk
         self._log = log
+        self._in_use_s = in_use_s
 
     def remove_sessions(self, names: Iterable[str]) -> None:
         """Remove sessions and the blocks that no other session shares."""
-        with self._lock:
-            known = self._state.catalog.sessions
-            going = {name: known[name] for name in names if name in known}
-            kept = {r for name, row in known.items() if name not in going for r in self._block_rows(row)}
-            lost = {r for row in going.values() for r in self._block_rows(row)} - kept
-            for row in going.values():
-                self._sessions.hold(row, -1)
-        self._remove(sorted(lost), {"sessions": sorted(going)})
+        wanted = set(names)
 
-    def _block_rows(self, row: Any) -> list[int]:
+        def going() -> tuple[list[SessionRow], list[int]]:
+            known = self._state.catalog.sessions
+            rows = [row for name, row in known.items() if name in wanted]
+            kept = {r for name, row in known.items() if name not in wanted for r in self._block_rows(row)}
+            return rows, sorted({r for row in rows for r in self._block_rows(row)} - kept)
+
+        self._remove(going, {"sessions": sorted(wanted)})
+
+    def _block_rows(self, row: SessionRow) -> list[int]:
         return [r for r in self._sessions.block_rows(row).tolist() if r >= 0]
 
     def purge(self, namespace: int) -> None:
         """Remove everything of a namespace."""
-        with self._lock:
+
+        def going() -> tuple[list[SessionRow], list[int]]:
             table = self._state.table
             rows = table.live_rows()
-            rows = rows[table.namespace[rows] == namespace]
-            for row in self._state.catalog.sessions.values():
-                if row.namespace == namespace:
-                    self._sessions.hold(row, -1)
-        self._remove(rows.tolist(), {"namespace": namespace})
+            sessions = [row for row in self._state.catalog.sessions.values() if row.namespace == namespace]
+            return sessions, rows[table.namespace[rows] == namespace].tolist()
 
-    def _remove(self, rows: Sequence[int], removal: dict[str, Any]) -> None:
+        self._remove(going, {"namespace": namespace})
+
+    def _remove(self, going: _Going, removal: dict[str, Any]) -> None:
         until = time.monotonic() + _REMOVAL_S
         if self._spiller is not None:
             self._spiller.drain(until)
         with self._lock:
+            rows = self._take_hold(going)
             table = self._state.table
             parts = [(row, group) for row in rows for group in range(table.num_groups)]
             self._zero(parts)
@@ -91,6 +101,26 @@ class Remover:
             ticket.wait(max(0.0, until - time.monotonic()))
         self._log(REMOVAL, (to_record(removal),), "the removal")
         self.finish()
+
+    def _take_hold(self, going: _Going) -> list[int]:
+        """Wait until nobody uses the blocks that go (lock held); their sessions hold them no more.
+
+        Raises:
+            SessionError: they are still in use at the deadline; nothing was changed.
+        """
+        table, until = self._state.table, time.monotonic() + self._in_use_s
+        while True:
+            sessions, rows = going()
+            for session in sessions:
+                self._sessions.hold(session, -1)
+            held = [row for row in rows if table.is_held(row) or table.uses[row] > 0]
+            if not held:
+                return rows
+            for session in sessions:
+                self._sessions.hold(session, 1)
+            if time.monotonic() > until:
+                raise SessionError(f"{len(held)} blocks to be removed are in use: close the prefixes that hold them")
+            self._lock.wait(0.05)
 
     def finish(self) -> None:
         """Erase what a logged removal left on disk.

@@ -93,11 +93,18 @@ class Room:
                 leaving = self._choose_chunk(resident, stride) if scattered else []
                 leaving = leaving or self._choose(resident, missing * stride, incoming)
                 leaving = leaving or self._choose_chunk(resident, stride)
-            if not leaving:
+            if not leaving and not self._await_spill(resident, until):
                 break
             freed = 0 if scattered else freed + self._bytes(resident, leaving)
             self._let_go(resident, leaving, until)
         return np.concatenate(pieces)
+
+    def _await_spill(self, resident: Residency, until: float) -> bool:
+        """Wait a little for parts that are being spilled, which may leave memory then; False if there are none."""
+        if self._spiller is None or resident.tier is Tier.DISK:
+            return False
+        with self._lock:
+            return self._spiller.is_spilling and self._lock.wait(_left(until))
 
     def _surrender(self, resident: Residency, except_stride: int) -> None:
         """Give empty chunks of other sizes back to the budget, their disk space first."""
@@ -236,25 +243,28 @@ class Room:
             resident.leave(row, groups, evicted=True)
         if lost:
             self._counters.add("dropped_blocks", len(lost))
-            self._drop_stranded(lost)
+            self.drop_stranded(lost)
         self._table.free_if_empty(np.fromiter(by_row, dtype=np.int32))
 
     def _leave_disk(self, leaving: Parts, until: float) -> None:
         assert self._spiller is not None, "only a cache with a disk tier evicts from it"
+        table, rows = self._table, np.unique(np.array([row for row, _ in leaving], dtype=np.int32))
         with self._lock:
-            lost = [row for row, group in leaving if last_copies(self._table, Tier.DISK, row, [group])]
+            table.uses[rows] += 1  # until it is known what hangs on them
             ticket = self._spiller.drop(leaving, Cause.EVICTED)
-            self._end_moves({row for row, _ in leaving})
+            self._end_moves(rows.tolist())
         ticket.wait(_left(until))
-        if lost:
-            self._counters.add("dropped_blocks", len(set(lost)))
-            with self._lock:
-                ticket = self._drop_stranded(lost)
-            ticket.wait(_left(until))
+        with self._lock:
+            lost = {row for row, group in leaving if (table.slot[:, group, row] < 0).all()}
+            self._counters.add("dropped_blocks", len(lost))
+            ticket = self.drop_stranded(lost)
+            table.uses[rows] -= 1
+            table.free_if_empty(rows)
+        ticket.wait(_left(until))
 
     # ---- what goes with it ---------------------------------------------------------------------
 
-    def _drop_stranded(self, lost: Iterable[int]) -> Ticket:
+    def drop_stranded(self, lost: Iterable[int]) -> Ticket:
         """What the loss of last copies made unreachable goes too, in every tier (lock held)."""
         table = self._table
         rows = stranded(table, self._layout_of, [r for r in lost if table.namespace[r] >= 0])

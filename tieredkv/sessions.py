@@ -183,6 +183,7 @@ class Sessions:
         log: Callable[[int, tuple[bytes, ...], str], None],
         remove: Callable[[Iterable[str]], None],
         room: Callable[[], Room | None],
+        check_open: Callable[[], None],
         deadline_s: float,
     ) -> None:
         self._lock = lock
@@ -192,6 +193,7 @@ class Sessions:
         self._log = log
         self.remove = remove
         self._room = room
+        self._check_open = check_open
         self.deadline_s = deadline_s
         self._open: set[str] = set()
         closed_s = max(0.0, clock.wall() - self._catalog.wall_s) if self._catalog.wall_s else 0.0
@@ -226,6 +228,7 @@ class Sessions:
 
     def put(self, after: SessionRow) -> None:
         """Log a session's new content, then let go of the anchors that it no longer names."""
+        self._check_open()
         with self._lock:
             logged = self._catalog.sessions.get(after.name)
         self._log(SESSION, (after.encode(logged),), f"session {after.name!r}")

@@ -148,6 +148,11 @@ class Spiller:
         """Bypassed for a while after a failure; tried again by itself."""
         return time.monotonic() < self._off_until
 
+    @property
+    def is_spilling(self) -> bool:
+        """Whether any part is on its way to the disk (lock held)."""
+        return bool(self._in_flight)
+
     def remember_tokens(self, tokens: Mapping[bytes, Tokens]) -> None:
         """Keep the token ids of blocks, by digest, until their slot headers hold them (lock held)."""
         for digest, ids in tokens.items():
