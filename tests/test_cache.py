@@ -345,7 +345,7 @@ def _as_newer(header: bytearray) -> bytes:
                     wal_format.decode_header(bytes(sealed))
                 except NewerFormat:
                     return bytes(sealed)
-                except Exception:  # noqa: S112
+                except Exception:
                     continue
     raise AssertionError("no version field found")
 
