@@ -274,6 +274,46 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_its_segments(tmp_
     assert store.table.records == written
 
 
+def test_a_checkpoint_written_again_under_its_name_replaces_what_older_headers_say(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.open()
+    store.put(5)
+    store.take_checkpoint()
+    written = store.kill()
+    flip(tmp_path / checkpoint_name(5), 5000)
+    store = Store(tmp_path)
+    assert store.open().must_checkpoint and store.checkpoint.lsn == 5
+    store.kill()
+    store = Store(tmp_path)
+    assert store.open(strict=True).report.damage == ()
+    assert store.table.records == written
+
+
+def test_a_rejected_checkpoint_above_the_newest_header_is_not_tried_again(tmp_path: Path) -> None:
+    """Had the checkpoint asked for not been written, the log from the older one on would still recover."""
+    written = used_store(tmp_path)
+    flip(tmp_path / checkpoint_name(9), 5000)
+    store = Store(tmp_path)
+    recovered = recover(store.fs, store.root, store.table)
+    wal_dir = f"{tmp_path}/wal"
+    writer = LogWriter(
+        store.fs,
+        wal_dir,
+        segment_nbytes=SEGMENT_NBYTES,
+        next_number=recovered.next_segment,
+        position=recovered.position,
+    )
+    writer.start(
+        recovered.next_lsn,
+        open_number=recovered.open_number,
+        checkpoint=recovered.checkpoint,
+        durable_lsn=recovered.durable_lsn,
+    )
+    store = Store(tmp_path)
+    assert store.open(strict=True).report.checkpoint_lsn == 5
+    assert store.table.records == written
+
+
 def test_without_any_checkpoint_the_log_alone_is_enough_if_it_is_all_there(tmp_path: Path) -> None:
     written = used_store(tmp_path)
     for lsn in (5, 9):

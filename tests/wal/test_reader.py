@@ -15,7 +15,7 @@ from log_files import NOTHING, SEGMENT_NBYTES, FailingFs, Log, flat, puts, rewri
 from tieredkv.errors import NewerFormat
 from tieredkv.system import OsFs
 from tieredkv.wal import CheckpointRef, LogWriter
-from tieredkv.wal.format import FRAME_HEADER_NBYTES, HEADER_NBYTES
+from tieredkv.wal.format import FRAME_HEADER_NBYTES, HEADER_NBYTES, encode_frame
 from tieredkv.wal.reader import End, Head, SegmentReader, read_log, scan_segments
 
 
@@ -220,6 +220,43 @@ def test_a_frame_moved_or_repeated_is_not_applied(tmp_path: Path) -> None:
     rewrite(log.path(1), raw)
     records, read = log.read()
     assert records == log.written and read.end.end is End.TORN
+
+
+def test_a_frame_that_follows_another_than_the_one_there_is_not_applied(tmp_path: Path) -> None:
+    log = small_log(tmp_path)
+    header = scan_segments(log.fs, log.wal_dir)[0].header
+    assert header is not None
+    other, _ = encode_frame(header, header.checksum, 1, 0, [puts(100, 2)])
+    overwrite(log.path(1), HEADER_NBYTES, other)
+    records, read = log.read()
+    assert [lsn for lsn, *_ in records] == [1, 2] and read.end.end is End.CORRUPT
+
+
+@pytest.mark.parametrize("link", ["whole", "another"])
+def test_what_lies_beyond_the_cut_is_not_applied(tmp_path: Path, link: str) -> None:
+    """Also where the next segment follows another history than the one that is there."""
+    fs = FailingFs()
+    log = Log.begin(tmp_path, fs)
+    log.put(2)
+    log.sync()
+    log.append()  # carries the durable LSN, and is itself not synced any more
+    log.put(3)
+    fs.fail("sync")
+    with pytest.raises(OSError):
+        log.writer.sync()
+    log.writer.abandon()
+    log.writer.start(3, open_number=1, checkpoint=NOTHING, durable_lsn=2)
+    log.writer.append([session(3)], 3, 2)
+    if link == "another":
+        page = bytearray(log.path(2).read_bytes()[:HEADER_NBYTES])
+        page[72] ^= 1
+        page[4088:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(page[:4088])))
+        overwrite(log.path(2), 0, bytes(page))
+    records, read = log.read()
+    if link == "whole":
+        assert records == log.written[:2] + flat([(3, session(3))]) and not read.damage
+    else:
+        assert records == log.written[:2] and read.end.end is End.CORRUPT
 
 
 def three_segments(root: Path) -> Log:

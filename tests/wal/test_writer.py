@@ -78,7 +78,7 @@ def test_rotation_syncs_what_it_leaves(tmp_path: Path) -> None:
     log = Log.begin(tmp_path, fs)
     log.put(3)
     fs.calls.clear()
-    log.rotate()
+    log.writer.rotate(open_number=1, checkpoint=NOTHING, durable_lsn=0)
     assert fs.calls == ["sync", "allocate", "write", "sync", "sync_dir"]
     assert log.writer.segment_number == 2
     log.put()

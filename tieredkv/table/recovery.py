@@ -68,14 +68,15 @@ class Survey:
         return not used and not self.checkpoints and not self.num_slabs
 
     def candidates(self) -> list[CheckpointRef]:
-        """Checkpoints to try, newest first: those that headers name, none above the newest header's own.
+        """Checkpoints to try, newest first, as the newest header of each tells.
 
-        That one was the best when its segment began; anything above was rejected by an earlier recovery.
+        One that a newer header does not build on was rejected by an earlier recovery, or written again.
         """
-        headers = self.headers
-        newest = headers[-1].checkpoint.lsn if headers else 0
-        refs = {header.checkpoint for header in headers if header.checkpoint.lsn <= newest}
-        return sorted(refs, key=lambda ref: ref.lsn, reverse=True)
+        refs: list[CheckpointRef] = []
+        for header in reversed(self.headers):
+            if not refs or header.checkpoint.lsn < refs[-1].lsn:
+                refs.append(header.checkpoint)
+        return refs
 
 
 @dataclass(frozen=True)
