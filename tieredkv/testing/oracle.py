@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ..block.hashing import chain
 from ..block.layout import BlockLayout, TensorSpec
 from ..cache import TieredCache
 from ..namespace import Namespace
@@ -135,13 +136,13 @@ def observed(recorder: Recorder) -> Iterator[None]:
             recorder.note(
                 "dropping", parts=_parts(records), cause=int(records["cause"][0]) if len(records) else 0
             )
-        if kind == PUT and applied is not None:
-
-            def then(lsn: int, rows: npt.NDArray[np.int32]) -> None:
-                applied(lsn, rows)
-                recorder.note("committed", parts=_parts(records[rows >= 0]))
-
-            callbacks["applied"] = then
+            callbacks["applied"] = _after(
+                applied, lambda _rows: recorder.note("dropped", parts=_parts(records))
+            )
+        if kind == PUT:
+            callbacks["applied"] = _after(
+                applied, lambda rows: recorder.note("committed", parts=_parts(records[rows >= 0]))
+            )
         return submit(self, kind, records, **callbacks)
 
     Journal.submit = noting  # type: ignore[method-assign]
@@ -149,6 +150,17 @@ def observed(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         Journal.submit = submit  # type: ignore[method-assign]
+
+
+def _after(applied: Any, then: Callable[[npt.NDArray[np.int32]], None]) -> Any:
+    """An `applied` callback, the given one if any, followed by `then`."""
+
+    def both(lsn: int, rows: npt.NDArray[np.int32]) -> None:
+        if applied is not None:
+            applied(lsn, rows)
+        then(rows)
+
+    return both
 
 
 def _parts(records: Any) -> list[Part]:
@@ -231,7 +243,8 @@ class _Facts:
         self._durable: set[Part] = set()
         self._gone: set[str] = set()
         self._sessions: dict[str, SessionFacts] = {}
-        self._dropped: list[Part] = []
+        self._dropped: set[Part] = set()  # since the store under way began
+        self._dropping: set[Part] = set()  # queued, not yet applied
 
     def apply(self, event: Event) -> None:
         getattr(self, f"_on_{event.what}")(**event.args)
@@ -243,11 +256,11 @@ class _Facts:
     def _on_storing(self, tenant: str, tokens: list[int], digests: list[str]) -> None:
         self._prompts[Prompt(tenant, tuple(tokens))] = None
         self._gone.difference_update(digests)
-        self._dropped.clear()
+        self._dropped = set(self._dropping)  # a store may still take them for present
 
     def _on_stored(self, parts: list[Part]) -> None:
         """The caller was told that these are committed; what has been dropped since it asked is not meant."""
-        self._committed.update({(d, g) for d, g in parts} - set(self._dropped))
+        self._committed.update({(d, g) for d, g in parts} - self._dropped)
 
     def _on_committed(self, parts: list[Part]) -> None:
         self._committed.update((d, g) for d, g in parts)
@@ -256,7 +269,11 @@ class _Facts:
         gone = [(d, g) for d, g in parts]
         self._committed.difference_update(gone)
         self._durable.difference_update(gone)
-        self._dropped += gone
+        self._dropped.update(gone)
+        self._dropping.update(gone)
+
+    def _on_dropped(self, parts: list[Part]) -> None:
+        self._dropping.difference_update((d, g) for d, g in parts)
 
     def _on_flushed(self) -> None:
         self._durable = set(self._committed)
@@ -406,6 +423,21 @@ def _examine_sessions(cache: TieredCache, expected: Expectation, spaces: Spaces,
     found.resurrected += [f"session {name!r} was never made" for name in sorted(unknown)]
 
 
+def traces(contents: Iterable[bytes], gone: Sequence[str], layout: BlockLayout) -> list[str]:
+    """Which removed blocks left a byte behind in these files: their digest, or the start of a payload."""
+    specs = [group.tensors[0] for group in layout.groups]
+    marks = {
+        digest: [
+            bytes.fromhex(digest),
+            *(_cached(s, digest, layout.block_size).contiguous().view(torch.uint8).flatten()[:32].numpy().tobytes()
+              for s in specs),
+        ]
+        for digest in gone
+    }  # fmt: skip
+    files = list(contents)
+    return [d for d, pieces in marks.items() if any(piece in file for file in files for piece in pieces)]
+
+
 def state_of(row: Any) -> dict[str, Any]:
     """A session's content as an event tells it."""
     return {
@@ -423,7 +455,9 @@ def _pinned_blocks(cache: TieredCache) -> Iterator[int]:
     """How many blocks of each pinned session are there: their pins are the only ones between calls."""
     for row in cache.sessions():
         if row.pinned:
-            yield int((cache._chain_rows(row) >= 0).sum())
+            space = cache._state.catalog.namespaces[row.namespace]
+            digests = chain(space.digest, row.tokens, space.layout.block_size)
+            yield int((cache._table.find(digests) >= 0).sum())
 
 
 def _examine_ledger(cache: TieredCache, found: Findings) -> None:

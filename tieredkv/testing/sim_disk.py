@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import xxhash
 
 SECTOR_NBYTES = 512
+PAGE_NBYTES = 4096
 _STALE = bytes((0xE5, 0x5E)) * (SECTOR_NBYTES // 2)
 
 
@@ -93,22 +94,35 @@ class NameChange:
 
 @dataclass
 class Inode:
-    """A file: `data` is what readers see, `durable` what a crash cannot take, `pending` the way between."""
+    """A file: `data` is what readers see, `durable` what a crash cannot take, `pending` the way between.
+
+    `pages` are those that take space: written or reserved, and not punched.
+    """
 
     data: bytearray = field(default_factory=bytearray)
     durable: bytearray = field(default_factory=bytearray)
     pending: list[Write] = field(default_factory=list)
+    pages: set[int] = field(default_factory=set)
 
     def write(self, offset: int, data: bytes) -> None:
         end = offset + len(data)
+        self.pages.update(_pages(offset, end))
         grows = end > len(self.data)
         self.pending.append(Write(offset, data, end, grows))
         _put(self.data, offset, data)
 
-    def grow(self, end: int) -> None:
+    def reserve(self, offset: int, end: int) -> None:
+        self.pages.update(_pages(offset, end))
         if end > len(self.data):
             self.pending.append(Write(end, None, end, True))
             self.data.extend(bytes(end - len(self.data)))
+
+    def punch(self, offset: int, nbytes: int) -> None:
+        self.write(offset, bytes(nbytes))
+        self.pages.difference_update(_pages(offset, offset + nbytes))
+
+    def num_new_pages(self, offset: int, end: int) -> int:
+        return sum(page not in self.pages for page in _pages(offset, end))
 
     def sync(self) -> None:
         for write in self.pending:
@@ -236,7 +250,8 @@ class SimDisk:
         for path, data in image.files.items():
             parent, _, name = path.rpartition("/")
             self.dirs[parent or "/"].seen[name] = self.next_inode
-            self.inodes[self.next_inode] = Inode(bytearray(data), bytearray(data))
+            pages = set(_pages(0, len(data)))
+            self.inodes[self.next_inode] = Inode(bytearray(data), bytearray(data), pages=pages)
             self.next_inode += 1
         for directory in self.dirs.values():
             directory.durable = dict(directory.seen)
@@ -250,9 +265,9 @@ class SimDisk:
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of every file with a name."""
+        """Space that every file with a name takes."""
         named = {number for directory in self.dirs.values() for number in directory.seen.values()}
-        return sum(len(self.inodes[number].data) for number in named)
+        return sum(len(self.inodes[number].pages) for number in named) * PAGE_NBYTES
 
     def freeze(self) -> Frozen:
         inodes = {n: (bytes(i.durable), tuple(i.pending)) for n, i in self.inodes.items()}
@@ -278,6 +293,10 @@ def _sectors(write: Write) -> Iterator[tuple[int, int, int]]:
         end = min(write.end, start - start % SECTOR_NBYTES + SECTOR_NBYTES)
         yield start // SECTOR_NBYTES, start, end
         start = end
+
+
+def _pages(offset: int, end: int) -> range:
+    return range(offset // PAGE_NBYTES, -(-end // PAGE_NBYTES))
 
 
 def _put(content: bytearray, offset: int, data: bytes) -> None:

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 
 from ..errors import StoreHeld
 from ..system.fs import Buffer
-from .sim_disk import SECTOR_NBYTES, Directory, Image, Inode, SimDisk
+from .sim_disk import PAGE_NBYTES, SECTOR_NBYTES, Directory, Image, Inode, SimDisk
 
-_PAGE_NBYTES = 4096
 _GiB = 1 << 30
 
 CHANGES = ("create", "pwritev", "allocate", "punch", "datasync", "sync_dir", "rename", "unlink", "make_dir")
@@ -140,8 +139,9 @@ class SimFs:
         with self.mutex:
             yield self.begin(name, path)
 
-    def room_for(self, nbytes: int, path: str) -> None:
-        if nbytes > 0 and self.disk.used_nbytes + nbytes > self.capacity_nbytes:
+    def room_for(self, inode: Inode, offset: int, end: int, path: str) -> None:
+        more = inode.num_new_pages(offset, end) * PAGE_NBYTES
+        if more and self.disk.used_nbytes + more > self.capacity_nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     # ---- directories ---------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class SimFs:
     def _take_back(self, path: str, content: bytes) -> None:
         with self.call("pwritev", path):
             inode = self.disk.inodes[self._number(path)]
-            self.room_for(len(content) - len(inode.data), path)
+            self.room_for(inode, 0, len(content), path)
             inode.write(0, content)
 
     def lock(self, path: str) -> _Held:
@@ -258,9 +258,9 @@ class SimFs:
 
     def elsewhere(self, offset: int, nbytes: int, size: int) -> int:
         """Where a misdirected write lands: another page of the file."""
-        pages = max(1, (size - nbytes) // _PAGE_NBYTES)
-        found = self._rng.randrange(pages) * _PAGE_NBYTES
-        return found if found != offset else max(0, offset - _PAGE_NBYTES)
+        pages = max(1, (size - nbytes) // PAGE_NBYTES)
+        found = self._rng.randrange(pages) * PAGE_NBYTES
+        return found if found != offset else max(0, offset - PAGE_NBYTES)
 
     def some(self, nbytes: int) -> int:
         """How much of a write arrives when it is cut: whole sectors."""
@@ -283,7 +283,7 @@ class SimFile:
         data = b"".join(memoryview(buffer).cast("B") for buffer in buffers)
         self._check_aligned(buffers, offset)
         with self._call("pwritev") as fault:
-            self._fs.room_for(offset + len(data) - len(self._inode.data), self._path)
+            self._fs.room_for(self._inode, offset, offset + len(data), self._path)
             if fault is not None and fault.effect == "short":
                 self._inode.write(offset, data[: self._fs.some(len(data))])
                 raise OSError(fault.error, os.strerror(fault.error), self._path)
@@ -318,14 +318,14 @@ class SimFile:
 
     def allocate(self, offset: int, nbytes: int) -> None:
         with self._call("allocate"):
-            self._fs.room_for(offset + nbytes - len(self._inode.data), self._path)
-            self._inode.grow(offset + nbytes)
+            self._fs.room_for(self._inode, offset, offset + nbytes, self._path)
+            self._inode.reserve(offset, offset + nbytes)
 
     def punch(self, offset: int, nbytes: int) -> None:
         with self._call("punch"):
             nbytes = min(nbytes, len(self._inode.data) - offset)
             if nbytes > 0:
-                self._inode.write(offset, bytes(nbytes))
+                self._inode.punch(offset, nbytes)
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
         """There is no second copy to drop."""
@@ -347,7 +347,7 @@ class SimFile:
         return self._fs.call(name, self._path)
 
     def _check_aligned(self, buffers: Sequence[Buffer], offset: int) -> None:
-        if self.direct and any(n % _PAGE_NBYTES for n in (offset, *(memoryview(b).nbytes for b in buffers))):
+        if self.direct and any(n % PAGE_NBYTES for n in (offset, *(memoryview(b).nbytes for b in buffers))):
             raise OSError(errno.EINVAL, "a direct transfer that is not aligned", self._path)
 
 

@@ -14,12 +14,13 @@ from typing import Any
 from tieredkv import Config
 from tieredkv import open as open_store
 from tieredkv.errors import StoreUnusable
-from tieredkv.testing.oracle import Expectation, Findings, Oracle, examine, observed
+from tieredkv.testing.oracle import Expectation, Findings, Oracle, examine, observed, traces
 from tieredkv.testing.sim_disk import Frozen, Image, Item
 from tieredkv.testing.sim_fs import Op, SimFs
+from tieredkv.units import parse_nbytes
 
 from .processes import Say
-from .workload import Events, Life, Prompt, draw_config, seeded_salts, small_scale, space_of
+from .workload import HYBRID, Events, Life, Prompt, draw_config, seeded_salts, small_scale, space_of
 
 PATH = "/sim/store"
 
@@ -71,9 +72,15 @@ def _live(
 ) -> tuple[Events, list[_Moment], Life]:
     """Run a life; freeze the disk before about `num_moments` of its operations."""
     moments: list[_Moment] = []
+    over: list[str] = []
     chance = random.Random(seed ^ 0x5EED)
 
     def before(op: Op) -> None:
+        used = fs.disk.used_nbytes
+        if used > parse_nbytes(config.disk_nbytes):
+            over.append(
+                f"seed {seed}, op {op.number}: {used} bytes on disk, the budget is {config.disk_nbytes}"
+            )
         if chance.random() < 0.25 and len(moments) < 4 * num_moments:
             moments.append(_Moment(op, fs.disk.freeze()))
 
@@ -85,13 +92,20 @@ def _live(
         life.open()
         life.run(rng.choice((6, 12, 25, 50)))
         life.close()
+    life.errors += over[:1]
     moments.append(_Moment(Op(fs.num_ops, "end", ""), fs.disk.freeze()))
     chance.shuffle(moments)
     return events, moments[:num_moments], life
 
 
 def _crash(
-    moment: _Moment, oracle: Oracle, config: Config, rng: random.Random, seen: set[bytes], tally: Tally, seed: int
+    moment: _Moment,
+    oracle: Oracle,
+    config: Config,
+    rng: random.Random,
+    seen: set[bytes],
+    tally: Tally,
+    seed: int,
 ) -> None:
     """One crash at this moment: what SIGKILL would leave, or a draw of what power loss would."""
     power = rng.random() < 0.85
@@ -102,7 +116,8 @@ def _crash(
         return
     seen.add(digest)
     expected = oracle.expect(power=power, at=moment.op.number, level=config.durability)
-    where = f"seed {seed} before op {moment.op.number} ({moment.op.call} {os.path.basename(moment.op.path)}), {len(lost)} lost"
+    op = moment.op
+    where = f"seed {seed} op {op.number} ({op.call} {os.path.basename(op.path)}), {len(lost)} lost"
     examination = Examination(config, expected, where, rng)
     tally.findings.add(examination.of(image))
     for again in examination.crashes_in_recovery:
@@ -131,6 +146,11 @@ class Examination:
 
     def of(self, image: Image) -> Findings:
         found = Findings()
+        gone = sorted(self.expected.gone)
+        left = traces(image.files.values(), self.rng.sample(gone, min(8, len(gone))), HYBRID)
+        found.resurrected += [
+            f"{self.where}: bytes of removed block {digest[:8]} are left" for digest in left
+        ]
         num_threads = threading.active_count()
         fs = SimFs(image, before_op=lambda op: None)
         if self.deeper and self.rng.random() < 0.3:
@@ -157,7 +177,9 @@ class Examination:
             found.leaks.append(f"{fs.num_open} files are open after closing")
         _await(lambda: threading.active_count() <= num_threads)
         if threading.active_count() > num_threads:
-            found.leaks.append(f"{threading.active_count()} threads after closing, {num_threads} before opening")
+            found.leaks.append(
+                f"{threading.active_count()} threads after closing, {num_threads} before opening"
+            )
         return _placed(found, self.where)
 
     def _freeze_once(self, fs: SimFs, number: int) -> Callable[[Op], None]:

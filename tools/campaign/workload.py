@@ -15,10 +15,21 @@ import numpy as np
 
 import tieredkv
 import tieredkv.disk
-from tieredkv import TOKENS, BlockLayout, Config, Identity, LayerGroup, Namespace, TensorSpec, TieredCache, Turn
+from tieredkv import (
+    TOKENS,
+    BlockLayout,
+    Config,
+    Identity,
+    LayerGroup,
+    Namespace,
+    TensorSpec,
+    TieredCache,
+    Turn,
+)
 from tieredkv.errors import SessionError
 from tieredkv.system import Fs
 from tieredkv.testing.oracle import Event, Part, Prompt, Recorder, SessionFacts, differences, state_of
+from tieredkv.tier.slab import SlabStore
 
 BLOCK_SIZE = 16
 TENANTS = ("a", "b")
@@ -44,12 +55,16 @@ def small_scale() -> Iterator[None]:
     The sizes are constants of the package that its own tests never vary; nothing else depends on them.
     """
     disk: Any = tieredkv.disk
+    slab_defaults: Any = SlabStore.__init__.__kwdefaults__
     before = disk._CHUNK_NBYTES, disk._MIN_SEGMENT_NBYTES
+    assert slab_defaults["chunk_nbytes"] == disk._CHUNK_NBYTES, "arena and slabs have one size of chunk"
     disk._CHUNK_NBYTES, disk._MIN_SEGMENT_NBYTES = 64 << 10, 16 << 10
+    slab_defaults["chunk_nbytes"] = disk._CHUNK_NBYTES
     try:
         yield
     finally:
         disk._CHUNK_NBYTES, disk._MIN_SEGMENT_NBYTES = before
+        slab_defaults["chunk_nbytes"] = disk._CHUNK_NBYTES
 
 
 @contextlib.contextmanager
