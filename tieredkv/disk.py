@@ -182,6 +182,8 @@ def open_disk(
             fs, path, state, strict=config.strict, salvage=lambda: _salvage(fs, path, config, sizes, state)
         )
         state.settle()
+        # Also above what salvaged slots hold, which no segment header may tell any more.
+        open_number = max(recovered.open_number, (state.table.last_put_seq() >> 32) + 1)
         store = _make_store(fs, path, config, sizes)
         # A value in LMDB takes two pages more than its part, and a write transaction needs some to spare.
         arena_nbytes = parts_nbytes * 3 // 4 if config.disk == "lmdb" else parts_nbytes
@@ -201,13 +203,13 @@ def open_disk(
             fs=fs, store_dir=path, wal_dir=f"{path}/{WAL}", writer=writer, state=state, lock=lock,
             sync_parts=lambda: disk_of[0].sync_parts(),
             interval_s=config.commit_interval_ms / 1e3 if config.durability == "group" else None,
-            open_number=recovered.open_number, next_lsn=recovered.next_lsn, durable_lsn=recovered.durable_lsn,
+            open_number=open_number, next_lsn=recovered.next_lsn, durable_lsn=recovered.durable_lsn,
             segments=recovered.segments, checkpoints=[recovered.checkpoint],
             log_keep_nbytes=sizes.log_keep_nbytes, log_max_nbytes=log_max_nbytes, counters=counters,
         )  # fmt: skip
         disk = Disk(
             lock=lock, state=state, store=store, resident=resident, journal=journal, lock_file=lock_file,
-            report=_report(recovered, state, num_dropped), open_number=recovered.open_number,
+            report=_report(recovered, state, num_dropped), open_number=open_number,
         )  # fmt: skip
         disk_of.append(disk)
         journal.start(must_checkpoint=recovered.must_checkpoint)

@@ -369,6 +369,10 @@ class BlockTable:
         self.slot[Tier.DISK, groups[match], rows[match]] = -1
         return rows
 
+    def last_put_seq(self) -> int:
+        """The highest put number of any part on DISK; 0 without one."""
+        return int(np.max(self.put_seq, where=self.slot[Tier.DISK] >= 0, initial=0))
+
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, npt.NDArray[Any]]:

@@ -25,7 +25,7 @@ from ..wal.format import CheckpointRef, SegmentHeader, frame_nbytes
 from ..wal.reader import SegmentInfo
 from ..wal.records import Records, Run
 from ..wal.writer import LogWriter
-from .checkpoint import checkpoint_name, write_checkpoint
+from .checkpoint import prune_checkpoints, write_checkpoint
 from .key_index import Rows
 from .state import State
 
@@ -255,10 +255,9 @@ class Journal:
             return False
         with self._unlinking, self._writing:
             keep_from = self._writer.segment_number
-            for ref in self._checkpoints[1:]:
-                if ref.lsn:
-                    self._fs.unlink(f"{self._dir}/{checkpoint_name(ref.lsn)}")
             del self._checkpoints[1:]
+            if prune_checkpoints(self._fs, self._dir, {self._checkpoints[0].lsn}):
+                return False
             for segment in [s for s in self._segments if s.number < keep_from]:
                 self._writer.unlink_segment(segment.number)
                 self._segments.remove(segment)
@@ -432,7 +431,7 @@ class Journal:
                 return
             except OSError as error:
                 self.trouble = str(error)
-                frames = self._writer.abandon() or frames
+                self._writer.abandon()  # what it gives back may be a part of `frames`
 
     # ---- the sync thread -----------------------------------------------------------------------
 
@@ -501,12 +500,10 @@ class Journal:
 
     def _unlink_old(self) -> None:
         """Unlink the checkpoint before the previous one and segments that neither kept one needs."""
-        while len(self._checkpoints) > 2:
-            old = self._checkpoints.pop()
-            if old.lsn:
-                self._fs.unlink(f"{self._dir}/{checkpoint_name(old.lsn)}")
         if len(self._checkpoints) < 2:
             return
+        del self._checkpoints[2:]
+        prune_checkpoints(self._fs, self._dir, {ref.lsn for ref in self._checkpoints})
         needless = self._checkpoints[-1].lsn
         while len(self._segments) > 1 and self.log_nbytes > self._log_keep_nbytes:
             if self._segments[1].first_lsn - 1 > needless:
