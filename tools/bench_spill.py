@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench import basics
+from bench import basics, speed
 from bench.child import ChildFailed
 from bench.figures import Figure
 from bench.machine import describe
@@ -29,6 +29,7 @@ _RUNS = 5
 
 def main(
     basics_only: Annotated[bool, typer.Option("--basics", help="The first figures alone.")] = False,
+    speed_only: Annotated[bool, typer.Option("--speed", help="Spill and restore against raw.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Where to write, on the disk to be measured.")
@@ -37,14 +38,15 @@ def main(
     runs: Annotated[int, typer.Option(help="Repeats of each measurement; figures are medians.")] = _RUNS,
 ) -> None:
     """Measure, print a table, and say for each figure whether it reaches what it must."""
-    if not basics_only:
-        raise typer.BadParameter("say what to measure: --basics")
+    if not (basics_only or speed_only):
+        raise typer.BadParameter("say what to measure: --basics, --speed or both")
     root = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
     machine = describe(root)
     progress = Progress(Console(stderr=True))
     began = time.perf_counter()
     try:
-        figures = list(basics.measure(root, progress, num_blocks, runs))
+        figures = list(basics.measure(root, progress, num_blocks, runs)) if basics_only else []
+        figures += speed.measure(root, progress, runs) if speed_only else ()
     except ChildFailed as error:
         progress.console.print(f"a measurement failed: {error}", style="red", markup=False)
         raise typer.Exit(2) from error

@@ -1,0 +1,121 @@
+"""How near spill and restore come to the hardware: every ratio against raw transfers of the same run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tieredkv.units import KiB, MiB, format_nbytes
+
+from . import child, transfer
+from .figures import Figure, at_least, at_most, unmeasured
+from .progress import Progress
+
+SIZES = {
+    transfer.Size(8 * MiB, 48): (0.93, 0.97),
+    transfer.Size(2 * MiB, 192): (0.90, 0.97),
+    transfer.Size(512 * KiB, 512): (0.85, 0.92),
+    transfer.Size(64 * KiB, 2048): (0.70, 0.75),
+}
+"""Part size and parts a chain: what spill and cold restore must reach."""
+
+MIN_WARM = {"buffered": 0.45, "mmap": 0.60}
+MAX_BOOKKEEPING_US = 4.0
+MAX_WRITTEN_RATIO = 1.03
+_WARM_SIZE = transfer.Size(2 * MiB, 128)
+_NUM_BOOKED = 2048
+
+
+def measure(root: Path, progress: Progress, runs: int) -> Iterator[Figure]:
+    """Each figure as it is known; `root` is an empty directory with room for a few GiB."""
+    for size, (least_spill, least_restore) in SIZES.items():
+        yield from disk_figures(root, progress, size, least_spill, least_restore, runs)
+    for disk_io, least in MIN_WARM.items():
+        progress.say(f"warm restore, disk_io={disk_io}")
+        name = f"warm_restore_{disk_io}_over_memcpy_ratio"
+        with _tidied(root / "warm") as path:
+            found = _run(transfer.warm, path=path, rounds=runs, disk_io=disk_io, **vars(_WARM_SIZE))
+        yield ratio_figure(name, found, _WARM_SIZE.nbytes, least, "memcpy")
+    yield bookkeeping_figure(root, progress, runs)
+
+
+def disk_figures(
+    root: Path, progress: Progress, size: transfer.Size, least_spill: float, least_restore: float, runs: int
+) -> Iterator[Figure]:
+    name = format_nbytes(size.part_nbytes).replace(".0 ", "").lower()
+    progress.say(f"spill and cold restore, parts of {format_nbytes(size.part_nbytes)}")
+    with _tidied(root / "store") as store, _tidied(root / "raw") as raw:
+        common = {"path": store, "raw_path": raw, "rounds": runs, "disk_io": "direct", **vars(size)}
+        spilled, restored = _run(transfer.spill, **common), _run(transfer.restore, **common)
+    yield ratio_figure(f"spill_{name}_over_raw_ratio", spilled, size.nbytes, least_spill, "raw O_DIRECT")
+    yield ratio_figure(
+        f"cold_restore_{name}_over_raw_ratio", restored, size.nbytes, least_restore, "raw O_DIRECT"
+    )
+    if size.part_nbytes == 2 * MiB and isinstance(spilled, dict):
+        yield at_most(
+            f"written_per_payload_{name}_ratio", spilled["written_ratio"], MAX_WRITTEN_RATIO,
+            "bytes that reached the disk during flush, log included, no checkpoint",
+        )  # fmt: skip
+
+
+def _run(job: Any, **arguments: Any) -> dict[str, Any] | str:
+    """What a job found, or why it found nothing."""
+    try:
+        return child.run(job, **arguments)
+    except child.ChildFailed as error:
+        return str(error).strip().splitlines()[-1]
+
+
+@contextmanager
+def _tidied(path: Path) -> Iterator[str]:
+    """A file or directory that is gone at the end."""
+    try:
+        yield str(path)
+    finally:
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+
+
+def ratio_figure(name: str, found: Mapping[str, Any] | str, nbytes: int, least: float, limit: str) -> Figure:
+    """Our speed over the limit's, each round against the mean of the limit just before and just after."""
+    if isinstance(found, str):
+        return unmeasured(name, f">= {least:g}", found)
+    rounds = list(zip(found["ours_s"], found["before_s"], found["after_s"], strict=True))
+    ratios = [(before + after) / 2 / ours for ours, before, after in rounds]
+    spread = median(abs(before / after - 1) for _, before, after in rounds)
+    ours, raw = (nbytes / median(found[key]) / 1e9 for key in ("ours_s", "before_s"))
+    depth = f" at depth {found['depth']}" if "depth" in found else ""
+    touch = (
+        f"; {nbytes / found['first_touch_s'] / 1e9:.2f} into untouched memory"
+        if "first_touch_s" in found
+        else ""
+    )
+    return at_least(
+        name, median(ratios), least, spread,
+        f"{ours:.2f} GB/s, {limit}{depth} {raw:.2f} GB/s{touch}; {len(rounds)} rounds of {format_nbytes(nbytes)},"
+        f" raw against raw {spread:.0%}",
+        ratios=[round(r, 3) for r in ratios], ours_gb_s=round(ours, 3), limit_gb_s=round(raw, 3),
+    )  # fmt: skip
+
+
+def bookkeeping_figure(root: Path, progress: Progress, runs: int) -> Figure:
+    progress.say("bookkeeping of a store")
+    name = "store_bookkeeping_us_a_block"
+    with _tidied(root / "booked") as path:
+        found = _run(transfer.bookkeeping, path=path, rounds=runs, num_blocks=_NUM_BOOKED)
+    if isinstance(found, str):
+        return unmeasured(name, f"<= {MAX_BOOKKEEPING_US:g}", found)
+    each = [
+        (s - c) / found["num_blocks"] * 1e6 for s, c in zip(found["store_s"], found["copy_s"], strict=True)
+    ]
+    copy_us = median(found["copy_s"]) / found["num_blocks"] * 1e6
+    return at_most(
+        name, median(each), MAX_BOOKKEEPING_US,
+        f"chains of {found['num_blocks']} new blocks, hashing included; the copy of 4 KiB itself {copy_us:.2f} us",
+        runs=[round(e, 3) for e in each],
+    )  # fmt: skip
