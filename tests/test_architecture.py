@@ -17,12 +17,12 @@ import pytest
 
 ROWS = """
     errors units config outcomes machine
-    system: clock descriptor lock fs
+    system: clock descriptor lock fs overlay
     block: layout anchors hashing identity
     policy: base lru arc registry
     tier: base arena stream tensor workers slab_format slab_file slab lmdb_store
     wal: records format reader writer
-    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit repair
+    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit kept_log timeline history follow crash repair rescue
     plan residency disk spiller prefix room mover
     namespace sessions removal cache
     attention* hf*

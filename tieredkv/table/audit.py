@@ -27,6 +27,7 @@ from ..wal.format import CheckpointRef
 from ..wal.reader import End, LogRead
 from .key_index import Rows
 from .recovery import SLABS, WAL, Survey, restore, survey
+from .salvage import salvage
 from .state import State
 
 _BATCH_NBYTES = 32 << 20
@@ -118,6 +119,7 @@ class Reading:
     log: LogRead
     checkpoint: CheckpointRef | None
     damage: list[str] = field(default_factory=list)
+    num_salvaged: int = 0
 
 
 def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
@@ -137,8 +139,22 @@ def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
     log = LogRead(fs, f"{path}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
     for first_lsn, run in log.runs():
         state.apply(first_lsn, run)
+    num_salvaged = 0
+    if log.end.end is End.CORRUPT or checkpoint is None:
+        num_salvaged = _salvage(fs, path, state)
     state.settle()
-    return Reading(fs, path, found, state, log, checkpoint, damage + log.damage)
+    return Reading(fs, path, found, state, log, checkpoint, damage + log.damage, num_salvaged)
+
+
+def _salvage(fs: Fs, path: str, state: State) -> int:
+    """As recovery would; returns how many parts only their slot headers knew."""
+    if not fs.is_dir(f"{path}/{SLABS}"):
+        return 0
+    store = payloads_of(fs, path)
+    try:
+        return salvage(store, state)
+    finally:
+        store.close()
 
 
 def stat(path: str | os.PathLike[str], fs: Fs | None = None) -> StoreStat:
