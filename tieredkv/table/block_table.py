@@ -231,7 +231,7 @@ class BlockTable:
     def free_if_empty(self, rows: Rows) -> Rows:
         """Free those of `rows` that hold nothing any more; returns them."""
         rows = rows[rows >= 0]
-        empty = (self.slot[:, :, rows] < 0).all(axis=(0, 1))
+        empty = self.slot.take(rows, axis=2).max(axis=(0, 1)) < 0
         idle = (self.pins[rows] == 0) & (self.moving[rows] == 0) & (self.uses[rows] == 0)
         idle &= self.namespace[rows] >= 0
         gone = np.unique(rows[empty & idle])
