@@ -1,36 +1,34 @@
-"""Shared by the tests of the transformers side: a tokenizer without files, and open caches."""
+"""Shared by the tests of the transformers side: open caches, and a tokenizer without files."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from tiny_models import byte_tokenizer
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+import tieredkv
 
-import torch  # noqa: E402
-from tiny_models import byte_tokenizer  # noqa: E402
-
-import tieredkv  # noqa: E402
+transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture
-def small_kv(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Opens caches with blocks of 16 tokens; `small_kv(name)` again after closing is a restart."""
+def open_kv(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens caches with blocks of 16 tokens; the same name again, after closing, is a restart."""
     opened = []
 
     def open_one(name: str = "store", **config: Any) -> Any:
-        budgets = {"device_nbytes": "16MiB", "host_nbytes": "8MiB", "disk_nbytes": "256MiB", "block_size": 16}
-        kv = tieredkv.open(tmp_path / name, tieredkv.Config(**{**budgets, "device": "cpu", **config}))
-        opened.append(kv)
-        return kv
+        budgets = {"device_nbytes": "16MiB", "host_nbytes": "8MiB", "disk_nbytes": "256MiB"}
+        values = {**budgets, "block_size": 16, "device": "cpu", **config}
+        opened.append(tieredkv.open(tmp_path / name, tieredkv.Config(**values)))
+        return opened[-1]
 
-    torch.manual_seed(0)
     yield open_one
     for kv in opened:
+        kv.check()
         kv.close()
 
 

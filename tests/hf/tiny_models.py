@@ -22,7 +22,8 @@ def build(config: Any, kind: Any, dtype: torch.dtype = torch.float32, seed: int 
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.mul_(4.0)
-    model.generation_config.eos_token_id = None
+    if model.can_generate():
+        model.generation_config.eos_token_id = None
     return model.to(dtype)
 
 
@@ -101,3 +102,8 @@ def byte_tokenizer(template: str | None = CHAT_TEMPLATE) -> Any:
     )  # fmt: skip
     fast.chat_template = template
     return fast
+
+
+def prompt(num_tokens: int, seed: int = 1) -> torch.Tensor:
+    """Random ids `[1, num_tokens]`, none of them special."""
+    return torch.randint(8, 264, (1, num_tokens), generator=torch.Generator().manual_seed(seed))

@@ -12,7 +12,9 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-_REPLACEMENT = "�"
+_REPLACEMENT = "\ufffd"
+_MOST_HELD = 8
+"""Ids that wait for the rest of a character: no character has as many, so the text is broken by itself."""
 
 
 class Generation(BaseStreamer):  # type: ignore[misc]
@@ -93,7 +95,8 @@ class TextPieces:
         self._ids += ids
         before = self._decode(self._ids[self._start : self._given])
         now = self._decode(self._ids[self._start :])
-        if len(now) <= len(before) or now.endswith(_REPLACEMENT):
+        is_partial = now.endswith(_REPLACEMENT) and len(self._ids) - self._given < _MOST_HELD
+        if len(now) <= len(before) or is_partial:
             return ""
         # The last ids given out stay as context: some tokenizers join or space a word by the one before it.
         self._start, self._given = self._given, len(self._ids)
