@@ -132,13 +132,9 @@ class Residency:
     def victims(self, nbytes: int, incoming: Sequence[bytes]) -> list[int]:
         """Rows that the policy would let go for `nbytes`, none of them pinned or moving."""
         table = self.table
-
-        def pinned(key: bytes) -> bool:
-            row = table.row_of(key)
-            return row >= 0 and table.is_held(row)
-
+        held = set(keys_of(table.digest[(table.pins > 0) | (table.moving > 0)]))
         fresh = [key for key in incoming if key not in self.policy]
-        keys = self.policy.victims(nbytes, pinned, fresh)
+        keys = self.policy.victims(nbytes, held.__contains__, fresh)
         rows: list[int] = table.rows_of(keys).tolist() if keys else []
         return rows
 
