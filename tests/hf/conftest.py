@@ -7,12 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tiny_models import byte_tokenizer
 
 import tieredkv
 
 transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread() -> Iterator[None]:
+    """Models this small only wait for one another's threads, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -177,7 +177,11 @@ def test_sigkill_in_an_answer_loses_that_answer_only(
 ) -> None:
     here = str(Path(__file__).parent)
     code = CHILD.format(here=here, store=str(tmp_path / "store"), system=SYSTEM)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
     assert child.stdout is not None
     for _ in range(3):
@@ -329,7 +333,8 @@ def test_ids_without_messages_go_on_with_attach(open_kv: Callable[..., Any], tok
 
 def test_a_template_that_rewrites_answers_says_where(open_kv: Callable[..., Any]) -> None:
     template = (
-        "<s>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] != 'assistant' else '' }}"
+        "<s>{% for m in messages %}<|{{ m['role'] }}|>"
+        "{{ m['content'] if loop.last or m['role'] != 'assistant' else '' }}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     model = llama()
@@ -342,7 +347,6 @@ def test_a_template_that_rewrites_answers_says_where(open_kv: Callable[..., Any]
         assert session.last_explain.diverged_at == asked
         assert session.last_explain.reused_tokens == asked, "the session's own memory serves up to there"
         assert session.tokens.tolist() == plain_answer(model, session)
-        assert [m["content"] for m in session.messages[::2]][0] == SYSTEM
         say(session, "Three?")
         assert len(session.messages) == 7 and session.tokens.tolist() == plain_answer(model, session)
 

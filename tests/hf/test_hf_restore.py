@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from tieredkv.hf import ChatModel
 from tieredkv.hf.identity import cache_argument
 
-NUM_PROMPT, NUM_NEW, NUM_TAIL = 70, 40, 9
+NUM_PROMPT, NUM_NEW, NUM_TAIL = 82, 28, 9
 
 
 def remember(kv: Any, model: Any, tokenizer: Any) -> torch.Tensor:
@@ -124,11 +124,11 @@ def test_generation_modes_run_on_a_restored_cache(open_kv: Callable[..., Any], t
     with chat.session("t") as session:
         attached = session.attach(ids)
         cache = attached[cache_argument(model)]
-        assert cache.get_seq_length() == 64
+        assert cache.get_seq_length() == 80
         cache.batch_repeat_interleave(3)
         got = model.generate(**attached, max_new_tokens=9, num_beams=3, do_sample=False)
         assert torch.equal(got, want)
-        assert cache.num_certain == 64 and "rows" in cache.doubt.why
+        assert cache.num_certain == 80 and "rows" in cache.doubt.why
         session.commit(got)
         assert session.tokens.tolist() == got[0].tolist()
         again = session.attach(ids)
