@@ -10,6 +10,7 @@ durable; after three failures in a row the journal takes no more records.
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from .key_index import Rows
 from .state import State
 
 _MAX_FAILURES = 3
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BYTES_PER_ROW = 160
 
 Applied = Callable[[int, Rows], None]
@@ -143,6 +145,7 @@ class Journal:
         self.trouble: str | None = None
         self.read_only = False
         self._failures = 0
+        self._kept: list[tuple[int, tuple[Run, ...]]] = []  # frames that no segment holds synced
         self._appended_nbytes = 0
         self._writing = threading.Lock()  # held while the writer's tail moves
         self._syncing = threading.Lock()  # held for a whole sync round
@@ -152,7 +155,7 @@ class Journal:
         self._closing = False
         self._round = threading.Condition()
         self._sync_wanted = self._checkpoint_wanted = self._stop_syncing = False
-        self._num_rounds = 0
+        self._num_rounds = self._num_failed_checkpoints = 0
         self._committer = threading.Thread(target=self._commit_loop, name="tieredkv-commit", daemon=True)
         self._syncer = threading.Thread(target=self._sync_loop, name="tieredkv-sync", daemon=True)
 
@@ -223,21 +226,26 @@ class Journal:
         with self._lock:
             target = self.applied_lsn
         done = self._wait_rounds(until, target)
-        with contextlib.suppress(OSError), self._writing:
-            self._append_empty()
+        if self._writing.acquire(timeout=max(0.0, until - time.monotonic())):
+            try:
+                self._append_empty()
+            except OSError:
+                self._counters.add("log_write_errors")
+            finally:
+                self._writing.release()
         return done
 
     def checkpoint(self, until: float) -> bool:
         """Write a checkpoint of everything applied; False if that failed or took too long."""
-        before = self.checkpoint_lsn
         with self._lock:
             target = self.applied_lsn
-        if before == target and self._checkpoints:
-            return True
         with self._round:
-            self._checkpoint_wanted = True
-            self._round.notify_all()
-            while self.checkpoint_lsn <= before and time.monotonic() < until:
+            num_failed = self._num_failed_checkpoints
+            while self.checkpoint_lsn < target and self._num_failed_checkpoints == num_failed:
+                if time.monotonic() >= until:
+                    break
+                self._checkpoint_wanted = True
+                self._round.notify_all()
                 self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
         return self.checkpoint_lsn >= target
 
@@ -278,10 +286,12 @@ class Journal:
             self._round.notify_all()
         if self._syncer.ident is not None:
             self._syncer.join(max(0.0, until - time.monotonic()))
+        if self._committer.is_alive() or self._syncer.is_alive():
+            return False  # the disk holds it; whatever it is in the middle of is left to it
         with contextlib.suppress(OSError):
             self._writer.sync()
-            self._writer.close()
-        return done and not self._committer.is_alive()
+        self._writer.close()
+        return done
 
     def _wait_rounds(self, until: float, target: int) -> bool:
         """Ask for sync rounds until `target` is durable."""
@@ -368,17 +378,23 @@ class Journal:
         """Append one frame, in a new segment if it needs one. Raises OSError."""
         if frame_nbytes(runs) > self._writer.max_frame_nbytes:
             raise OSError(f"a record of {frame_nbytes(runs)} bytes does not fit a log segment")
-        with self._writing:
-            room = self._writer.room_nbytes
-        if frame_nbytes(runs) > room:
+        while not self._try_append(runs):
             self._rotate(self._latest_checkpoint())
+
+    def _try_append(self, runs: list[Run]) -> bool:
+        """False if the segment has no room for the frame. Raises OSError."""
         with self._writing:
-            try:
-                self._appended_nbytes += self._writer.append(runs, self._next_lsn, self.durable_lsn)
-            except OSError:
+            if self._kept:
                 self._repair()
-                self._appended_nbytes += self._writer.append(runs, self._next_lsn, self.durable_lsn)
-            self._next_lsn += sum(len(run) for run in runs)
+            while frame_nbytes(runs) <= self._writer.room_nbytes:
+                try:
+                    self._appended_nbytes += self._writer.append(runs, self._next_lsn, self.durable_lsn)
+                except OSError:
+                    self._repair()
+                    continue
+                self._next_lsn += sum(len(run) for run in runs)
+                return True
+        return False
 
     def _append_empty(self) -> None:
         """A frame without records that carries the durable LSN (writing lock held). Raises OSError."""
@@ -408,10 +424,11 @@ class Journal:
         """After a failed write or sync: a new segment repeats what is not durable (writing lock held).
 
         Raises:
-            OSError: three new segments failed too; the journal is read-only from now on.
+            OSError: there is no space, and the next record tries again; or three new segments failed too, and
+                the journal is read-only from now on.
         """
         ref = checkpoint or self._latest_checkpoint()
-        frames = self._writer.abandon()
+        self._kept += self._writer.abandon()
         while True:
             self._failures += 1
             self._counters.add("log_sync_errors")
@@ -420,18 +437,22 @@ class Journal:
                 self.trouble = "the log failed three times in a row: no more records are taken"
                 raise OSError(self.trouble)
             try:
-                first_lsn = frames[0][0] if frames else self._next_lsn
+                first_lsn = self._kept[0][0] if self._kept else self._next_lsn
                 header = self._writer.start(
                     first_lsn, open_number=self._open_number, checkpoint=ref, durable_lsn=self.durable_lsn
                 )
                 self._segments.append(_Segment.of(header))
-                for lsn, runs in frames:
+                for lsn, runs in self._kept:
                     self._writer.append(runs, lsn, self.durable_lsn)
                 self._writer.sync()
+                self._kept.clear()
                 return
             except OSError as error:
                 self.trouble = str(error)
-                self._writer.abandon()  # what it gives back may be a part of `frames`
+                self._writer.abandon()  # what it gives back may be a part of what is kept
+                if error.errno in _NO_SPACE:
+                    self._failures = 0
+                    raise
 
     # ---- the sync thread -----------------------------------------------------------------------
 
@@ -459,16 +480,21 @@ class Journal:
         with self._syncing:
             target = self.applied_lsn
             complete = self._sync_parts()
-            try:
-                self._writer.sync()
-            except OSError:
-                with self._writing:
-                    self._repair()
-            self._failures = 0
-            self.trouble = None
+            synced = self._sync_log()
+            if not self.read_only:
+                self._failures, self.trouble = 0, None
             if complete:
-                self.durable_lsn = max(self.durable_lsn, target)
+                self.durable_lsn = max(self.durable_lsn, min(target, synced))
             self._counters.add("syncs")
+
+    def _sync_log(self) -> int:
+        """Sync the log; returns the last LSN that is synced now. Raises OSError."""
+        if not self._kept:
+            with contextlib.suppress(OSError):
+                return self._writer.sync()
+        with self._writing:
+            self._repair()
+            return self._next_lsn - 1
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
@@ -482,15 +508,20 @@ class Journal:
         """In this order: sync to LSN c, write table-c, begin the segment that names it, unlink what is old."""
         with self._lock:
             lsn, arrays = self.applied_lsn, self._state.snapshot()
+        if lsn == self.checkpoint_lsn and lsn:
+            return
         try:
             if self.durable_lsn < lsn:
                 self._sync_round()
+            if self.durable_lsn < lsn:
+                raise OSError(f"LSN {lsn} cannot be made durable")
             ref = write_checkpoint(self._fs, self._dir, lsn, arrays)
             self._rotate(ref)
         except OSError as error:
             # Discarded; the log keeps everything that it would have held.
             self._counters.add("checkpoint_errors")
             self.trouble = str(error)
+            self._num_failed_checkpoints += 1
             return
         self._appended_nbytes = 0
         self._checkpoints.insert(0, ref)
