@@ -27,11 +27,13 @@ from ..cache import TieredCache
 from ..namespace import Namespace
 from ..outcomes import Tier
 from ..table.journal import Journal
+from ..tier.slab_format import HEADER_DTYPE
 from ..wal.records import DROP, PUT
 
 Part: TypeAlias = tuple[str, int]
 """Digest in hex, layer group."""
 
+_PARENT_AT = HEADER_DTYPE.fields["parent"][1]  # type: ignore[index]
 _MIX_1, _MIX_2, _MIX_3 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -294,8 +296,8 @@ class _Facts:
         facts = self._sessions[name]
         facts.sure = len(facts.states) - 1
 
-    def _on_removing(self, digests: list[str], sessions: list[str]) -> None:
-        going = set(digests)
+    def _on_removing(self, digests: list[str], sessions: list[str], forgets: bool) -> None:
+        going = {digest for digest, _ in self._committed} if forgets else set(digests)
         self._committed = {part for part in self._committed if part[0] not in going}
         self._durable = {part for part in self._durable if part[0] not in going}
         for name in sessions:
@@ -424,18 +426,45 @@ def _examine_sessions(cache: TieredCache, expected: Expectation, spaces: Spaces,
 
 
 def traces(contents: Iterable[bytes], gone: Sequence[str], layout: BlockLayout) -> list[str]:
-    """Which removed blocks left a byte behind in these files: their digest, or the start of a payload."""
+    """Which removed blocks left a byte behind in these files: the start of a payload, or their digest.
+
+    A digest may stay as the parent that a block which stays names in its slot header: at byte 128 of it.
+    """
     specs = [group.tensors[0] for group in layout.groups]
     marks = {
         digest: [
-            bytes.fromhex(digest),
             *(_cached(s, digest, layout.block_size).contiguous().view(torch.uint8).flatten()[:32].numpy().tobytes()
               for s in specs),
         ]
         for digest in gone
     }  # fmt: skip
     files = list(contents)
-    return [d for d, pieces in marks.items() if any(piece in file for file in files for piece in pieces)]
+    return [
+        d
+        for d, pieces in marks.items()
+        if any(_names(file, bytes.fromhex(d)) or any(piece in file for piece in pieces) for file in files)
+    ]
+
+
+def _names(content: bytes, digest: bytes) -> bool:
+    at = content.find(digest)
+    while at >= 0:
+        if at % 4096 != _PARENT_AT:
+            return True
+        at = content.find(digest, at + 1)
+    return False
+
+
+def stranded(cache: TieredCache, space: Namespace, prompt: Prompt) -> list[str]:
+    """Blocks of a prompt whose full part is there behind one that is not, so that nothing can use it."""
+    digests = prompt.digests(space)
+    with cache._lock:
+        rows = cache._table.find(np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, 32))
+        there = cache._table.present(rows, len(space.layout.groups))
+    full = [g for g, need in enumerate(space.layout.num_window_blocks) if not need]
+    whole = there[full].all(axis=0) if full else np.ones(len(digests), dtype=np.bool_)
+    behind = whole & ~np.logical_and.accumulate(whole)
+    return [digest for digest, lost in zip(digests, behind.tolist(), strict=True) if lost]
 
 
 def state_of(row: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -130,8 +131,13 @@ def _run_child(job: Job, writing: int, handle: int) -> None:
         torch.set_num_threads(1)
         gc.freeze()
 
+        turn = threading.Lock()
+
         def say(**word: Any) -> None:
-            os.write(writing, json.dumps(word).encode() + b"\n")
+            line = memoryview(json.dumps(word).encode() + b"\n")
+            with turn:
+                while line:
+                    line = line[os.write(writing, line) :]
 
         try:
             say(result=job(say))

@@ -49,7 +49,9 @@ def crash_batch(say: Say, seed: int, num_images: int) -> dict[str, Any]:
         config = draw_config(rng)
         events, moments, life = _live(seed, config, rng, num_moments=max(4, num_images // 3))
         tally.findings.wrong_bytes += life.wrong
-        tally.findings.broken += [f"seed {seed}, on a sound disk: {line}" for line in life.errors]
+        tally.findings.broken += [
+            f"seed {seed}, on a sound disk: {line}" for line in life.errors + life.stranded
+        ]
         oracle = Oracle()
         oracle.add(events.kept)
         seen: set[bytes] = set()
@@ -202,7 +204,9 @@ class Examination:
             again.close()
 
     def _use(self, cache: Any, found: Findings) -> None:
-        """The store takes and gives blocks after all that."""
+        """The store takes and gives blocks after all that, unless pinned sessions may fill its device."""
+        if any(row.pinned for row in cache.sessions()):
+            return
         space = space_of(cache, "b")
         prompt = Prompt("b", (*(900_000 + n for n in range(32)), 7))
         stored = space.store(prompt.ids(), prompt.kv(space), anchors=[32])
