@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -56,25 +56,37 @@ def demo(
 def stat(directory: Directory, as_json: AsJson = False) -> None:
     """What is in a store: namespaces, sessions, parts by tier, log, checkpoints, last recovery."""
     from ..table.audit import stat as read_stat
+    from .inspect import print_stat
 
-    show(read_stat(directory), as_json)
+    found = read_stat(directory)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        print_stat(Console(), found)
 
 
 @app.command()
 def fsck(
     directory: Directory,
-    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged.")] = False,
+    mend: Annotated[
+        bool, typer.Option("--repair", help="Then recover the store without what is bad.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Verify every reachable byte of a store. Exit code 0 clean, 1 loss, 2 damage, 3 no store."""
     from ..table.audit import fsck as check
+    from ..table.repair import repair
+    from .inspect import print_fsck, with_progress
 
-    show(check(directory, repair=repair), as_json)
-
-
-def show(report: Any, as_json: bool) -> None:
-    """A frozen dataclass, as a text of its own or as JSON."""
-    print(json.dumps(asdict(report)) if as_json else report)
+    report = with_progress(lambda progress: check(directory, progress))
+    if mend and report.exit_code:
+        repair(directory, report.bad)
+        report = replace(report, repaired=True)
+    if as_json:
+        print(json.dumps(asdict(report)))
+    else:
+        print_fsck(Console(), report)
+    raise typer.Exit(report.exit_code)
 
 
 def run() -> None:

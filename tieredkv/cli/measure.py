@@ -1,9 +1,9 @@
 """The child that measures: first tokens cold and resumed, and whether what comes back is what was stored.
 
-Everything happens in one process that loads its model once, on a store of its own. Cold: the first question
-of a session in a namespace where nothing is stored. Resumed: the store is closed and opened again, so that
-memory holds nothing; the session is found by its name and asked the same question in the place of the first
-one, so the prompt is the same. Every resumed run has an opening of its own.
+Everything happens in one process that loads its model once, on a store of its own. Cold: a session about the
+document in a namespace where nothing is stored. Resumed: the store is closed and opened again, so that memory
+holds nothing, and a session in the same namespace asks the same. Cold and resumed runs are the same calls with
+the same prompt; every resumed run has an opening of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from ..cache import TieredCache, open_cache
-from ..hf import ChatModel
+from ..hf import ChatModel, ChatSession
 from .chatter import chat_model, prepare, spent
 from .child import Channel, serve
 from .equality import compare, remember, top_two_gap
@@ -36,12 +36,11 @@ def measure(channel: Channel, job: Mapping[str, Any]) -> None:
 
     channel.say("stage", text="warming up")
     model.generate(**tokenizer(question, return_tensors="pt"), max_new_tokens=2, do_sample=False)
-    cold = []
+    cold, resumed, reused = [], [], {}
     with open_cache(job["store"], config) as kv:
         for run in range(NUM_RUNS):
             channel.say("stage", text=f"first token cold, run {run + 1} of {NUM_RUNS}")
-            with chats(kv, run).session(f"reader {run}") as session:
-                session.system(script.document)
+            with chats(kv, run).session(f"cold {run}", system=script.document) as session:
                 cold.append(first_token_s(session, question))
         channel.say("stage", text="an answer to compare")
         with chats(kv, NUM_RUNS).session("comparison") as session:
@@ -49,11 +48,12 @@ def measure(channel: Channel, job: Mapping[str, Any]) -> None:
     channel.say("stage", text="restored against never evicted")
     with open_cache(job["store"], config) as kv, chats(kv, NUM_RUNS).session("comparison") as session:
         kv_differences, logits_differences = compare(session, model, *ids)
-    resumed, reused = [], {}
     for run in range(NUM_RUNS):
         channel.say("stage", text=f"first token resumed, opening {run + 1} of {NUM_RUNS}")
-        with open_cache(job["store"], config) as kv, chats(kv, run).session(f"reader {run}") as session:
-            session.rollback(turns=1)
+        with (
+            open_cache(job["store"], config) as kv,
+            chats(kv, run).session(f"resumed {run}", system=script.document) as session,
+        ):
             resumed.append(first_token_s(session, question))
             reused = spent(session)
     channel.say(
@@ -67,7 +67,7 @@ def measure(channel: Channel, job: Mapping[str, Any]) -> None:
     )
 
 
-def first_token_s(session: Any, question: str) -> float:
+def first_token_s(session: ChatSession, question: str) -> float:
     """From `send` to its first token, in seconds."""
     began = time.perf_counter()
     pieces = session.send(question, max_new_tokens=1)

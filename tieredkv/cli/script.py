@@ -8,7 +8,7 @@ from typing import Any
 
 from ..block.layout import BlockLayout
 from ..config import Config
-from ..units import MiB, align_up
+from ..units import KiB, MiB, align_up
 
 _OWN_QUESTIONS = {
     "anna": (
@@ -89,7 +89,7 @@ class Script:
 def small_config(layout: BlockLayout, num_tokens: int) -> Config:
     """Budgets below what the chat needs, so that the policy has to choose.
 
-    Each memory tier holds about three fifths of what restoring the document alone takes: its full parts and
+    Device and host hold about two fifths each of what restoring the document alone takes: its full parts and
     the window parts of one anchor. The disk holds that sixteen times over, beside the log's own needs.
     """
     num_blocks = -(-num_tokens // layout.block_size)
@@ -98,8 +98,8 @@ def small_config(layout: BlockLayout, num_tokens: int) -> Config:
         part * (num_blocks if group.kind == "full" else min(window, num_blocks))
         for group, part, window in parts
     )
-    unit = 8 * MiB if nbytes > 16 * MiB else 64 * 1024
-    memory = max(align_up(nbytes * 3 // 5, unit), 2 * layout.block_nbytes)
+    unit = 4 * MiB if nbytes > 16 * MiB else 64 * KiB
+    memory = max(align_up(nbytes * 2 // 5, unit), 2 * layout.block_nbytes)
     return Config(
         device_nbytes=memory,
         host_nbytes=memory,
