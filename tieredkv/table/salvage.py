@@ -51,7 +51,8 @@ def _newest(headers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     _, same = np.unique(digests, return_inverse=True)
     order = np.lexsort((headers["put_seq"], headers["group"], same))
     last = np.append(
-        (same[order][1:] != same[order][:-1]) | (headers["group"][order][1:] != headers["group"][order][:-1]), True
+        (same[order][1:] != same[order][:-1]) | (headers["group"][order][1:] != headers["group"][order][:-1]),
+        True,
     )
     newest: npt.NDArray[np.int64] = order[last]
     return newest

@@ -18,6 +18,9 @@ from enum import Enum
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import CorruptFormat, NewerFormat
 from ..system import File, Fs
 from ..units import PAGE_NBYTES, MiB
@@ -199,6 +202,10 @@ class SegmentReader:
             if len(raw) < nbytes <= self._nbytes - offset:  # it may go on beyond the window
                 frame = decode_frame(self.header, self._window.tail(offset, nbytes))
         return frame
+
+    def refresh(self) -> None:
+        """Forget what was read ahead: the file may have grown frames since."""
+        self._window = _Window(self._file, self._nbytes)
 
     def close(self) -> None:
         self._file.close()
@@ -389,6 +396,19 @@ def _opened(fs: Fs, wal_dir: str, number: int) -> Iterator[File]:
         file.close()
 
 
+def _num_used(cells: npt.NDArray[np.uint8]) -> int:
+    """How many bytes are left without the zeros at the end."""
+    start, end = 0, len(cells)
+    while end - start > PAGE_NBYTES:  # by halves, for blank space is much longer than what is used
+        middle = (start + end) // 2
+        if cells[middle:end].any():
+            start = middle
+        else:
+            end = middle
+    used = np.flatnonzero(cells[start:end])
+    return start + int(used[-1]) + 1 if used.size else start
+
+
 class _Window:
     """The first `nbytes` of a file through a few MiB of memory. Bytes that cannot be read come as 0xFF."""
 
@@ -402,7 +422,8 @@ class _Window:
     def tail(self, offset: int, nbytes: int) -> memoryview:
         """At least `nbytes` from `offset` on, fewer only at the end. Valid for as long as it is held."""
         at = offset - self._start
-        if at < 0 or at + nbytes > len(self._data):
+        end = min(offset + nbytes, self._nbytes) - self._start
+        if at < 0 or at > len(self._data) or end > len(self._data):
             self._fill(offset, nbytes)
             at = 0
         return self._view[at:]
@@ -420,8 +441,8 @@ class _Window:
         """Just behind the last byte from `offset` on that is not zero; `offset` if all are."""
         end = offset
         for start in range(offset, self._nbytes, _WINDOW_NBYTES):
-            data = bytes(self.tail(start, _WINDOW_NBYTES)[:_WINDOW_NBYTES]).rstrip(b"\0")
-            end = start + len(data) if data else end
+            used = _num_used(np.frombuffer(self.tail(start, _WINDOW_NBYTES)[:_WINDOW_NBYTES], dtype=np.uint8))
+            end = start + used if used else end
         return end
 
     def _fill(self, offset: int, nbytes: int) -> None:
