@@ -252,13 +252,12 @@ def _verify(
     table = reading.state.table
     bad: list[BadPart] = []
     counts: dict[str, int] = {}
-    batches = list(_batches(reading.state))
+    batches = list(batches_of(reading.state))
     total = sum(len(rows) for _, _, rows in batches)
     done = nbytes = 0
     for part_nbytes, group, rows in batches:
-        for row, verdict in zip(
-            rows.tolist(), _check(reading.state, store, part_nbytes, group, rows), strict=True
-        ):
+        verdicts, _ = check_parts(reading.state, store, part_nbytes, group, rows)
+        for row, verdict in zip(rows.tolist(), verdicts, strict=True):
             name = _name(verdict, int(table.lsn[group, row]), reading.log.durable_lsn)
             counts[name] = counts.get(name, 0) + 1
             if verdict is not Verdict.OK:
@@ -280,7 +279,7 @@ def _name(verdict: Verdict, lsn: int, durable_lsn: int) -> str:
     return str(verdict.value)
 
 
-def _batches(state: State) -> Iterator[tuple[int, int, Rows]]:
+def batches_of(state: State) -> Iterator[tuple[int, int, Rows]]:
     """Parts to read, in slot order: part size, group and rows of one batch."""
     table = state.table
     rows = table.live_rows()
@@ -295,14 +294,17 @@ def _batches(state: State) -> Iterator[tuple[int, int, Rows]]:
                 yield part_nbytes, group, here[at : at + step]
 
 
-def _check(state: State, store: PartStore, part_nbytes: int, group: int, rows: Rows) -> list[Verdict]:
+def check_parts(
+    state: State, store: PartStore, part_nbytes: int, group: int, rows: Rows
+) -> tuple[list[Verdict], list[memoryview]]:
+    """Read and check one batch of `batches_of`: a verdict and the payload for each of `rows`."""
     expected = expected_of_rows(state, group, rows)
     buffer = torch.empty(len(rows) * part_nbytes + PAGE_NBYTES, dtype=torch.uint8)
     skip = -buffer.data_ptr() % PAGE_NBYTES
     memory = buffer.numpy().data[skip:]
     into = [memory[at * part_nbytes : (at + 1) * part_nbytes] for at in range(len(rows))]
     slots = state.table.slot[Tier.DISK, group, rows].astype(np.int64)
-    return store.read(part_nbytes, slots, expected, into, _READ_TIMEOUT_S)
+    return store.read(part_nbytes, slots, expected, into, _READ_TIMEOUT_S), into
 
 
 def expected_of_rows(state: State, group: int, rows: Rows) -> npt.NDArray[Any]:

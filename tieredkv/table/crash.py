@@ -243,7 +243,7 @@ class _Trial:
         self.num_recoveries = 0
 
     def crash(self, spot: _Spot) -> tuple[Survivors | None, list[str]]:
-        """Cut at `spot`, recover, and once more where this outcome is new; returns what came back, and what did not hold."""
+        """Cut at `spot` and recover, twice where the outcome is new; what came back, and what did not hold."""
         place = f"segment {spot.header.number}, byte {spot.offset} (LSN {spot.written_lsn} written)"
         self._cut(spot)
         try:

@@ -233,7 +233,7 @@ def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
     wal_dir = f"{store_dir}/{WAL}"
     try:
         if fs.exists(wal_dir) and not fs.is_dir(wal_dir):
-            fs.rename(wal_dir, _free_name(fs, f"{wal_dir}.broken"))
+            fs.rename(wal_dir, free_name(fs, f"{wal_dir}.broken"))
         fs.make_dir(wal_dir)
         failures = prune_checkpoints(fs, store_dir, {header.checkpoint.lsn for header in found.headers})
         fs.sync_dir(store_dir)
@@ -272,7 +272,8 @@ def _open_number(found: Survey) -> int:
     return max((header.open_number for header in headers), default=0) + unknown + 1
 
 
-def _free_name(fs: Fs, path: str) -> str:
+def free_name(fs: Fs, path: str) -> str:
+    """`path`, or with a number behind it if that is taken."""
     names = (f"{path}{suffix}" for suffix in ("", *range(1, 1000)))
     return next(name for name in names if not fs.exists(name))
 

@@ -1,22 +1,28 @@
-"""Mends a store that nobody has open: what recovery mends, and parts that failed their check are dropped."""
+"""Mends a store that nobody has open: what recovery mends, parts that failed their check, a torn end of the log."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import BadInput
 from ..outcomes import Counters
 from ..system import Fs, OsFs
 from ..tier.base import PartStore
+from ..units import MiB
+from ..wal.format import segment_name
+from ..wal.reader import End, LogEnd
 from ..wal.records import DROP, DROP_DTYPE
 from ..wal.writer import LogWriter
-from .audit import BadPart, payloads_of
+from .audit import BadPart, payloads_of, read
 from .journal import Journal
-from .recovery import WAL, claim, recover
+from .recovery import WAL, claim, free_name, recover
 from .salvage import salvage
 from .state import State
 
@@ -55,7 +61,8 @@ def _mend(fs: Fs, path: str, state: State, store: PartStore, bad: Sequence[BadPa
     journal = Journal(
         fs=fs, store_dir=path, wal_dir=f"{path}/{WAL}", writer=writer, state=state,
         lock=threading.Condition(threading.RLock()), sync_parts=lambda: True, interval_s=None,
-        open_number=recovered.open_number, next_lsn=recovered.next_lsn, durable_lsn=recovered.durable_lsn,
+        open_number=state.open_number_above(recovered.open_number), next_lsn=recovered.next_lsn,
+        durable_lsn=recovered.durable_lsn,
         segments=recovered.segments, checkpoints=[recovered.checkpoint], log_keep_nbytes=1 << 62,
         log_max_nbytes=1 << 62, counters=Counters(),
     )  # fmt: skip
@@ -67,6 +74,76 @@ def _mend(fs: Fs, path: str, state: State, store: PartStore, bad: Sequence[BadPa
             raise OSError(f"no checkpoint could be written: {journal.trouble}")
     finally:
         journal.close(until)
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """What `truncate` cut off: nothing (`cut_nbytes` 0), or a segment's bytes from `offset` on."""
+
+    path: str
+    log_end: str
+    segment: int = 0
+    offset: int = 0
+    cut_nbytes: int = 0
+    kept_copy: str = ""
+    exit_code: int = 0
+
+
+def truncate(path: str | os.PathLike[str], fs: Fs | None = None) -> Truncated:
+    """Cut a torn end off the log of the store at `path`; the segment as it was is kept beside it as `.broken`.
+
+    A clean log is left as it is. So is a corrupt one: what lies behind its end was synced once, and `salvage`
+    or an opening get more out of it.
+
+    Raises:
+        StoreHeld: somebody has it open; nothing was changed.
+        BadInput: the log is corrupt, not torn; nothing was changed.
+        NotAStore, NewerFormat, PathUnusable: as `audit.read`.
+        OSError: the copy could not be made, and nothing was cut; or the cut could not be synced.
+    """
+    fs = fs or OsFs()
+    reading = read(path, fs)
+    lock_file = claim(fs, reading.path)
+    try:
+        end = read(path, fs).log.end
+        if end.end is End.CLEAN:
+            return Truncated(reading.path, str(end))
+        if end.end is End.CORRUPT:
+            raise BadInput(f"the log is {end}, not torn: salvage it instead")
+        return _cut(fs, reading.path, end)
+    finally:
+        lock_file.close()
+
+
+def _cut(fs: Fs, path: str, end: LogEnd) -> Truncated:
+    wal_dir = f"{path}/{WAL}"
+    name = segment_name(end.number)
+    broken = free_name(fs, f"{wal_dir}/{name}.broken")
+    if end.offset == 0:  # a segment whose header was never completed: nothing of it counts
+        fs.rename(f"{wal_dir}/{name}", broken)
+    else:
+        _copy(fs, f"{wal_dir}/{name}", broken)
+        fs.sync_dir(wal_dir)
+        with contextlib.closing(fs.open_file(f"{wal_dir}/{name}", writable=True)) as file:
+            nbytes = end.offset + end.nbytes
+            file.allocate(0, nbytes)
+            file.punch(end.offset, end.nbytes)
+            file.datasync()
+    fs.sync_dir(wal_dir)
+    return Truncated(path, str(end), end.number, end.offset, end.nbytes, broken, exit_code=1)
+
+
+def _copy(fs: Fs, path: str, new: str) -> None:
+    with (
+        contextlib.closing(fs.open_file(path)) as source,
+        contextlib.closing(fs.open_file(new, create=True)) as target,
+    ):
+        buffer = memoryview(bytearray(MiB))
+        at = 0
+        while done := source.preadv([buffer], at):
+            target.pwritev([buffer[:done]], at)
+            at += done
+        target.datasync()
 
 
 def _drop(journal: Journal, state: State, bad: Sequence[BadPart]) -> None:
