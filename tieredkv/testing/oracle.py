@@ -309,6 +309,13 @@ class _Facts:
             facts = self._sessions[name]
             facts.sure = facts.durable = len(facts.states) - 1
 
+    def _on_reborn(self, sessions: dict[str, dict[str, Any]]) -> None:
+        """The store was opened after a power cut: what need not have survived is not promised any more."""
+        self._committed &= self._durable
+        self._durable = set(self._committed)
+        names = set(self._sessions) | set(sessions)
+        self._sessions = {name: SessionFacts([sessions.get(name)]) for name in names}
+
     def _on_phase(self, name: str) -> None:
         """Where the run is; for the reader of a failure."""
 
@@ -474,6 +481,11 @@ def state_of(row: Any) -> dict[str, Any]:
         "turns": [[turn.role, turn.end] for turn in row.turns],
         "pinned": bool(row.pinned),
     }
+
+
+def states_of(cache: TieredCache) -> dict[str, dict[str, Any]]:
+    """Every session's content, by name."""
+    return {row.name: state_of(row) for row in cache.sessions()}
 
 
 def _short(state: dict[str, Any] | None) -> str:

@@ -17,12 +17,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import cycle
+from typing import Any, Protocol
 
 import tieredkv.table.recovery as layout_of_store
 from tieredkv import Config
 from tieredkv.system import Buffer, File, OsFs
-from tieredkv.testing.oracle import Event, Findings, Oracle, examine, observed
+from tieredkv.testing.oracle import Event, Findings, Oracle, examine, observed, states_of
 
 from .processes import Outcome, Say, run_jobs
 from .workload import HYBRID, Life, draw_config, small_scale, space_of
@@ -35,15 +36,67 @@ _EVICTED = 1
 _PIECE_NBYTES = 4096
 
 
+class Weapon(Protocol):
+    """How a victim ends, and what its directory must go through before it is opened again."""
+
+    power: bool
+
+    @property
+    def home(self) -> str:
+        """Where the store's directory is made."""
+        ...
+
+    def strike(self) -> None:
+        """End this process, now."""
+        ...
+
+    def recover(self) -> None:
+        """After a victim ended: make the directory what the crash left of it."""
+        ...
+
+    def renew(self) -> None:
+        """An empty place for a new store."""
+        ...
+
+    def remove(self) -> None: ...
+
+
+class Sigkill:
+    """The process dies, the system lives."""
+
+    power = False
+
+    def __init__(self, parent: str | None) -> None:
+        self._parent = parent
+        self.home = ""
+        self.renew()
+
+    def strike(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def recover(self) -> None:
+        """Nothing is lost but the process."""
+
+    def renew(self) -> None:
+        self.remove()
+        self.home = tempfile.mkdtemp(prefix="kills-", dir=self._parent)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
 class Killer:
     """Counts durable operations by step and ends the process at one of them.
 
     Args:
+        strike: how it is ended.
         step: which; "" for the `nth` of all.
         how: "before" the operation, in the "middle" of it, or "after" it.
     """
 
-    def __init__(self, step: str, nth: int, how: str, say: Say) -> None:
+    def __init__(self, strike: Callable[[], None], step: str, nth: int, how: str, say: Say) -> None:
+        self._strike = strike
         self.step = step
         self.nth = nth
         self.how = how
@@ -65,23 +118,19 @@ class Killer:
             return
         self._say(killing=step)
         if self.how == "before":
-            self._kill()
+            self._strike()
         if self.how == "middle":
             half()
-            self._kill()
+            self._strike()
         try:
             yield
         finally:
-            self._kill()
+            self._strike()
 
     def _strikes(self, step: str) -> bool:
         self._counts[step] += 1
         self._counts[""] += 1
         return self._counts[self.step] == self.nth and self.step in ("", step)
-
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
 
     def _step_of(self, call: str, path: str) -> str:
         if self.phase == "open":
@@ -205,49 +254,53 @@ class Telling:
 
 
 def lane(
-    say: Say, seed: int, num_kills: int, steps: Sequence[str], home: str | None, **fixed: Any
+    say: Say, seed: int, num_kills: int, steps: Sequence[str], weapon: Weapon, **fixed: Any
 ) -> dict[str, Any]:
     """One directory, its victims, and what they found.
 
     Args:
         steps: at which to kill, in turn.
-        home: where the directory is made.
         fixed: configuration values that are not drawn.
     """
     rng = random.Random(seed)
     oracle, findings = Oracle(), Findings()
     by_step: Counter[str] = Counter()
-    folder = tempfile.mkdtemp(prefix="kills-", dir=home)
     config = draw_config(rng, **fixed)
+    tries = 0
     try:
-        tries = 0
-        while sum(by_step.values()) < num_kills and tries < 3 * num_kills:
-            step = steps[tries % len(steps)]
+        for step in cycle(steps):
             for _ in range(2 if step == "recovery" else 1):
                 tries += 1
-                victim = Victim(f"{folder}/store", config, oracle, rng.randrange(1 << 30), step, rng)
-                outcome = _run(victim)
-                killed = _judge(outcome, oracle, findings, f"seed {seed}, victim {tries}, {step}")
+                where = f"seed {seed}, victim {tries}, {step}, {config}"
+                killed = _fell(weapon, config, oracle, findings, rng, step, where)
                 by_step[killed] += bool(killed)
             if len(oracle.events) > 4000 or findings:
-                oracle, folder = _fresh(oracle, folder, home)
-                config = draw_config(rng, **fixed)
-            say(kills=sum(by_step.values()))
-        last = _run(Victim(f"{folder}/store", config, oracle, seed, "", rng))
-        _judge(last, oracle, findings, f"seed {seed}, the last")
+                weapon.renew()
+                oracle, config = Oracle(), draw_config(rng, **fixed)
+            say(kills=by_step.total())
+            if by_step.total() >= num_kills or tries > 3 * num_kills:
+                break
+        _fell(weapon, config, oracle, findings, rng, "", f"seed {seed}, the last")
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return {"by_step": dict(by_step), "findings": vars(findings)}
+        weapon.remove()
+    return {"by_step": dict(+by_step), "findings": vars(findings)}
 
 
-def _fresh(_oracle: Oracle, folder: str, home: str | None) -> tuple[Oracle, str]:
-    """A new directory: the old one's past has become long, or it is not to be trusted any more."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return Oracle(), tempfile.mkdtemp(prefix="kills-", dir=home)
-
-
-def _run(victim: Victim) -> Outcome:
-    return next(run_jobs([("victim", victim)], width=1, timeout_s=40.0))
+def _fell(
+    weapon: Weapon,
+    config: Config,
+    oracle: Oracle,
+    findings: Findings,
+    rng: random.Random,
+    step: str,
+    where: str,
+) -> str:
+    """Run one victim; returns at which step it was killed, "" if it was not."""
+    victim = Victim(weapon, config, oracle, rng.randrange(1 << 30), step, rng)
+    outcome = next(run_jobs([("victim", victim)], width=1, timeout_s=40.0))
+    if outcome.died:
+        weapon.recover()
+    return _judge(outcome, oracle, findings, where)
 
 
 def _judge(outcome: Outcome, oracle: Oracle, findings: Findings, where: str) -> str:
@@ -271,9 +324,9 @@ class Victim:
     """The job of one child: open, be examined, live, be killed."""
 
     def __init__(
-        self, path: str, config: Config, oracle: Oracle, seed: int, step: str, rng: random.Random
+        self, weapon: Weapon, config: Config, oracle: Oracle, seed: int, step: str, rng: random.Random
     ) -> None:
-        self._path = path
+        self._weapon = weapon
         self._config = config
         self._oracle = oracle
         self._seed = seed
@@ -283,11 +336,11 @@ class Victim:
 
     def __call__(self, say: Say) -> str:
         rng = random.Random(self._seed)
-        killer = Killer(self._step, self._nth, self._how, say)
-        expected = self._oracle.expect(power=False)
+        killer = Killer(self._weapon.strike, self._step, self._nth, self._how, say)
+        expected = self._oracle.expect(power=self._weapon.power, level=self._config.durability)
         life = Life(
-            self._path, self._config, Telling(say, killer), rng, fs=KillFs(killer), layout=HYBRID,
-            sessions=expected.sessions, prompts=expected.prompts[-30:], weights=_weights_for(self._step),
+            f"{self._weapon.home}/store", self._config, Telling(say, killer), rng, fs=KillFs(killer), layout=HYBRID,
+            sessions=expected.sessions, prompts=expected.prompts[-30:], weights=self._weights(),
         )  # fmt: skip
         with small_scale(), short_transfers(rng), observed(Telling(say, killer)):
             killer.armed = self._step == "recovery"
@@ -298,30 +351,33 @@ class Victim:
                 return "not opened"
             killer.armed = False
             say(findings=vars(examine(life.cache, expected, space_of)))
+            if self._weapon.power:
+                say(event=[0, "reborn", {"sessions": states_of(life.cache)}])
             if not self._step or self._step == "recovery":
                 return self._leave(life, say)
             killer.armed = True
             life.run(rng.choice((2, 10, 40)) if self._step == "close" else 200)
-            if life.wrong or life.errors or life.stranded:
-                say(findings={"wrong_bytes": life.wrong, "broken": life.errors + life.stranded})
+            if life.wrong or life.errors or life.raised or life.stranded:
+                broken = life.errors + life.raised + life.stranded
+                say(findings={"wrong_bytes": life.wrong, "broken": broken})
             return self._leave(life, say)
+
+    def _weights(self) -> dict[str, int]:
+        """Make the step likely, and pauses where they promise something."""
+        weights = {"pause": 1} if self._weapon.power and self._config.durability == "group" else {}
+        if self._step.startswith("checkpoint") or self._step in ("rotate", "unlink"):
+            weights["checkpoint"] = 20
+        if self._step == "purge":
+            weights |= {"purge": 10, "delete": 10}
+        if self._step == "sync":
+            weights["flush"] = 20
+        if self._step == "evict":
+            weights |= {"purge": 0, "delete": 0, "store": 100, "load": 2, "flush": 1}
+        return weights
 
     def _leave(self, life: Life, say: Say) -> str:
         life.close()
         return "closed"
-
-
-def _weights_for(step: str) -> dict[str, int]:
-    """Make the step likely."""
-    if step.startswith("checkpoint") or step in ("rotate", "unlink"):
-        return {"checkpoint": 20}
-    if step == "purge":
-        return {"purge": 10, "delete": 10}
-    if step == "sync":
-        return {"flush": 20}
-    if step == "evict":
-        return {"purge": 0, "delete": 0, "store": 100, "load": 2, "flush": 1}
-    return {}
 
 
 def jobs(seed: int, num_kills: int, lanes: int) -> Iterator[tuple[str, Callable[[Say], Any]]]:
@@ -337,7 +393,7 @@ def jobs(seed: int, num_kills: int, lanes: int) -> Iterator[tuple[str, Callable[
             say: Say, number: int = number, home: str | None = home, order: Sequence[str] = order
         ) -> dict[str, Any]:
             share = -(-num_kills // lanes)
-            return lane(say, seed * 7919 + number, share, order, home, **kinds[number % len(kinds)])
+            return lane(say, seed * 7919 + number, share, order, Sigkill(home), **kinds[number % len(kinds)])
 
         yield f"kills, lane {number}", job
 

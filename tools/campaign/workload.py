@@ -26,7 +26,7 @@ from tieredkv import (
     TieredCache,
     Turn,
 )
-from tieredkv.errors import SessionError
+from tieredkv.errors import SessionError, StoreUnusable
 from tieredkv.system import Fs
 from tieredkv.testing.oracle import (
     Event,
@@ -151,6 +151,9 @@ class Life:
         self.layout = layout
         self.wrong: list[str] = []
         self.errors: list[str] = []
+        self.raised: list[str] = []  # errors of the system, which no call may let out
+        self.refusals = (StoreUnusable, SessionError)
+        self.noticed: set[str] = set()  # what counters and health said went wrong
         self.stranded: list[str] = []
         self._headless: set[str] = set()  # by a crash or a deletion, which are no evictions
         self._recorder = recorder
@@ -185,8 +188,13 @@ class Life:
             name = self._rng.choices(names, [self._weights[n] for n in names])[0]
             try:
                 getattr(self, f"_{name}")()
-            except (SessionError, OSError) as error:
+            except (SessionError, StoreUnusable) as error:
                 self.errors.append(f"{name}: {error}")
+                if self._cache is None:
+                    return
+            except OSError as error:
+                self.raised.append(f"{name}: {error!r}")
+            self._notice()
             if self._prompts and not self.stranded and name != "delete":
                 self._look_for_stranded()
 
@@ -207,9 +215,25 @@ class Life:
 
     def close(self) -> None:
         self._note("phase", name="close")
-        if self.cache.close().ok:
+        self._notice()
+        flushed = self.cache.close()
+        if flushed.ok:
             self._note("closed")
+        self.noticed.update(flushed.failures)
         self._cache = None
+
+    def finish(self) -> None:
+        """Close, if a failed reopening has not left it closed."""
+        if self._cache is not None:
+            self.close()
+
+    def _notice(self) -> None:
+        """Remember what was counted as a failure; an opening begins new counts."""
+        for name, count in self.cache.stats().counters.items():
+            if count and any(word in name for word in _FAILURE_WORDS):
+                self.noticed.add(name)
+        self.noticed.update(trouble.what for trouble in self.cache.health().troubles)
+        self.noticed.update(self.cache.recovery.damage)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -409,6 +433,10 @@ _WEIGHTS = {
     "purge": 2, "flush": 8, "checkpoint": 4, "pause": 0, "reopen": 3,
 }  # fmt: skip
 
+_FAILURE_WORDS = (
+    "error", "failed", "corrupt", "timed_out", "superseded", "no_space", "bypassed", "refused", "dropped",
+    "damage", "late", "not_logged",
+)  # fmt: skip
 _REFUSALS = (
     "spill_queue_full_parts", "spill_no_space_parts", "spill_bypassed_parts", "disk_write_errors",
     "log_write_errors", "drop_not_logged_parts", "dropped_blocks", "refused_blocks",
