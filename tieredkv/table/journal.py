@@ -135,6 +135,7 @@ class Journal:
         self._next_lsn = next_lsn
         self.applied_lsn = next_lsn - 1
         self.durable_lsn = durable_lsn
+        self._told_lsn = durable_lsn  # what the log itself says is durable
         self._segments = [
             _Segment(s.number, s.nbytes, s.header.first_lsn if s.header else 0) for s in segments
         ]
@@ -155,7 +156,7 @@ class Journal:
         self._closing = False
         self._round = threading.Condition()
         self._sync_wanted = self._checkpoint_wanted = self._stop_syncing = False
-        self._num_rounds = self._num_failed_checkpoints = 0
+        self._num_failed_checkpoints = 0
         self._committer = threading.Thread(target=self._commit_loop, name="tieredkv-commit", daemon=True)
         self._syncer = threading.Thread(target=self._sync_loop, name="tieredkv-sync", daemon=True)
 
@@ -225,15 +226,14 @@ class Journal:
         """Make everything applied before this call durable; False if that failed or took too long."""
         with self._lock:
             target = self.applied_lsn
-        done = self._wait_rounds(until, target)
-        if self._writing.acquire(timeout=max(0.0, until - time.monotonic())):
-            try:
-                self._append_empty()
-            except OSError:
-                self._counters.add("log_write_errors")
-            finally:
-                self._writing.release()
-        return done
+        with self._round:
+            while min(self.durable_lsn, self._told_lsn) < target and not self.read_only:
+                if time.monotonic() >= until:
+                    break
+                self._sync_wanted = True
+                self._round.notify_all()
+                self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
+        return self.durable_lsn >= target
 
     def checkpoint(self, until: float) -> bool:
         """Write a checkpoint of everything applied; False if that failed or took too long."""
@@ -288,21 +288,8 @@ class Journal:
             self._syncer.join(max(0.0, until - time.monotonic()))
         if self._committer.is_alive() or self._syncer.is_alive():
             return False  # the disk holds it; whatever it is in the middle of is left to it
-        with contextlib.suppress(OSError):
-            self._writer.sync()
         self._writer.close()
         return done
-
-    def _wait_rounds(self, until: float, target: int) -> bool:
-        """Ask for sync rounds until `target` is durable."""
-        with self._round:
-            while self.durable_lsn < target and time.monotonic() < until and not self.read_only:
-                self._sync_wanted = True
-                self._round.notify_all()
-                self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
-            if self.durable_lsn >= target and self._num_rounds == 0:
-                self._sync_wanted = True
-        return self.durable_lsn >= target
 
     # ---- the committer -------------------------------------------------------------------------
 
@@ -398,8 +385,10 @@ class Journal:
 
     def _append_empty(self) -> None:
         """A frame without records that carries the durable LSN (writing lock held). Raises OSError."""
+        told = self.durable_lsn
         if self._writer.room_nbytes >= frame_nbytes([]):
-            self._writer.append((), self._next_lsn, self.durable_lsn)
+            self._writer.append((), self._next_lsn, told)
+        self._told_lsn = told  # a segment without room ends, and the next header tells
 
     # ---- segments ------------------------------------------------------------------------------
 
@@ -467,13 +456,21 @@ class Journal:
                 checkpoint, self._checkpoint_wanted = self._checkpoint_wanted, False
             due = self._interval_s is not None and self.applied_lsn > self.durable_lsn
             if wanted or due:
-                with contextlib.suppress(OSError):
-                    self._sync_round()
+                self._sync_and_tell(wanted)
             if checkpoint:
                 self._write_checkpoint()
             with self._round:
-                self._num_rounds += 1
                 self._round.notify_all()
+
+    def _sync_and_tell(self, tell: bool) -> None:
+        """A sync round; to `tell` is to append a frame that carries what is durable now."""
+        try:
+            self._sync_round()
+            with self._writing:
+                if tell:
+                    self._append_empty()
+        except OSError:
+            self._counters.add("sync_round_errors")
 
     def _sync_round(self) -> None:
         """Sync payloads, then the log, then say so. Raises OSError."""
