@@ -66,6 +66,8 @@ def show(
     console.print(
         ", ".join(f"{name} {value}" for name, value in machine.items()), style="dim", highlight=False
     )
+    if float(machine["load"]) > float(machine["num_cores"]):
+        console.print("other programs kept the processors busy: times are too long", style="yellow")
     table = Table(title=f"measured in {seconds:.0f} s")
     for column in ("figure", "value", "must be", "", "how"):
         table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")

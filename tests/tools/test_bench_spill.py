@@ -61,7 +61,14 @@ def test_a_figure_without_a_value_is_not_met() -> None:
 
 
 def test_an_opening_that_lost_blocks_is_no_figure() -> None:
-    whole = {"num_blocks": 10, "num_parts": 20, "num_replayed": 0, "seconds": 0.1, "anonymous_nbytes": 1}
+    whole = {
+        "num_blocks": 10,
+        "num_parts": 20,
+        "num_replayed": 0,
+        "seconds": 0.1,
+        "cpu_s": 0.1,
+        "anonymous_nbytes": 1,
+    }
     replayed = whole | {"num_replayed": 20}
     good = list(basics._opening({"log": [replayed], "checkpoint": [whole]}, 10, 1))
     assert [row.met for row in good] == [True, True]

@@ -104,7 +104,11 @@ def _opening(ways: Mapping[str, list[dict[str, Any]]], num_blocks: int, runs: in
                 return
     seconds = {way: round(median(o["seconds"] for o in opened), 4) for way, opened in ways.items()}
     mib = {way: round(median(o["anonymous_nbytes"] for o in opened) / MiB, 2) for way, opened in ways.items()}
-    how = f"the worse of {_each(seconds)}; medians of {runs} fresh processes, files in the page cache"
+    cpu_s = {way: round(median(o["cpu_s"] for o in opened), 4) for way, opened in ways.items()}
+    how = (
+        f"the worse of {_each(seconds)} (processor time {_each(cpu_s)});"
+        f" medians of {runs} fresh processes, files in the page cache"
+    )
     yield at_most(
         seconds_name, max(seconds.values()), MAX_OPEN_S, how,
         runs={way: [round(o["seconds"], 4) for o in opened] for way, opened in ways.items()},

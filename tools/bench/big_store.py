@@ -66,13 +66,14 @@ def build(say: Say, path: str, num_blocks: int) -> dict[str, Any]:
 def open_once(say: Say, path: str, num_blocks: int, close: bool) -> dict[str, Any]:
     """Open in this fresh process; at the end `close` writes what closing writes, else SIGKILL changes nothing."""
     before = anonymous_nbytes()
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     cache = tieredkv.open(path, config(num_blocks))
-    seconds = time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     report = cache.recovery
     say(
         result={
             "seconds": seconds,
+            "cpu_s": cpu_s,
             "anonymous_nbytes": anonymous_nbytes() - before,
             "num_blocks": report.num_blocks,
             "num_parts": report.num_parts,
