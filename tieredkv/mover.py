@@ -196,6 +196,9 @@ class Mover:
         """
         part_nbytes = layout.part_nbytes[group]
         coming = self._locate(rows, group)
+        gone = coming.rows[coming.sources < 0]
+        if len(gone):  # a drop that was queued before the pin has been applied since
+            return [], [Failure(row, group, Reason.EVICTED) for row in gone.tolist()]
         below = np.flatnonzero(coming.tiers != Tier.DEVICE)
         if len(below):
             keys = [self._table.key_of(row) for row in rows[below].tolist()]
@@ -203,7 +206,10 @@ class Mover:
             coming.targets[below[: len(slots)]] = slots
         scratch, failures = self._bring(part_nbytes, group, coming, until)
         self._settle(group, coming, failures)
-        return self._segments(part_nbytes, coming, scratch, first_block), failures
+        segments = self._segments(part_nbytes, coming, scratch, first_block)
+        num_parts = sum(len(parts) for _, parts in segments)
+        assert failures or num_parts == len(rows), f"{num_parts} parts brought up of {len(rows)}"
+        return segments, failures
 
     def _locate(self, rows: Rows, group: int) -> _Bringing:
         with self._lock:
