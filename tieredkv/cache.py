@@ -87,7 +87,7 @@ class TieredCache:
         self.config = config
         self._sizes: Sizes = resolve(config, path)
         self._clock = clock
-        self._opened_at = clock.monotonic()
+        self._opened_at = time.monotonic()
         self._pid = os.getpid()
         self._closed = False
         self._counters = Counters()
@@ -233,7 +233,10 @@ class TieredCache:
 
     def _memory_resident(self, tier: Tier, memory: TensorTier) -> Residency:
         policy: Policy[bytes] = make_policy(self.config.policy, memory.arena.budget_nbytes)
-        return Residency(tier, self._table, memory.arena, policy, self._stride_in_memory)
+        resident = Residency(tier, self._table, memory.arena, policy, self._stride_in_memory)
+        if self._disk is not None:
+            resident.trace = self._disk.trace
+        return resident
 
     def _make_movers(self) -> None:
         disk = self._disk
@@ -431,14 +434,17 @@ class TieredCache:
 
     def health(self) -> Health:
         """What does not serve, if anything."""
-        since = self._clock.monotonic() - self._opened_at
         troubles: list[Trouble] = []
         if self._unusable:
             troubles.append(Trouble(self.path, self._unusable, 0.0))
         if self._spiller is not None and self._spiller.trouble:
-            troubles.append(Trouble("disk tier", self._spiller.trouble, since))
+            troubles.append(
+                Trouble("disk tier", self._spiller.trouble, self._spiller.troubled_at - self._opened_at)
+            )
         if self._disk is not None and self._disk.journal.trouble:
-            troubles.append(Trouble("log", self._disk.journal.trouble, since))
+            troubles.append(
+                Trouble("log", self._disk.journal.trouble, self._disk.journal.troubled_at - self._opened_at)
+            )
         mode = "memory" if self._disk is None else "read-only" if self._disk.journal.read_only else "tiered"
         return Health(not troubles, mode, tuple(troubles))
 

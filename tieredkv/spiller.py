@@ -24,6 +24,7 @@ from .residency import Residency, Slots
 from .table.block_table import BlockTable
 from .table.journal import Journal, Ticket
 from .table.key_index import Rows
+from .table.trace import Event
 from .tier.base import PartStore
 from .tier.slab_format import SLOT_HEADER_NBYTES, new_headers
 from .tier.tensor import TensorTier
@@ -126,6 +127,7 @@ class Spiller:
             0, np.int64
         )
         self.trouble: str | None = None
+        self.troubled_at = 0.0  # monotonic, when trouble began
         self._off_until = 0.0
         self._tokens: dict[bytes, bytes] = {}
         self._in_flight: dict[tuple[int, int], list[Spilling]] = {}
@@ -218,6 +220,8 @@ class Spiller:
                 if now >= 0:
                     self._resident.free(stride, np.array([slot], dtype=np.int64))
                     self._resident.left(row, evicted=cause == Cause.EVICTED)
+            gone, event = named >= 0, Event.EVICT if cause == Cause.EVICTED else Event.LEAVE
+            self._resident.trace.note(event, Tier.DISK, rows[gone], groups[gone])
             table.free_if_empty(rows)
 
         def failed(_error: Exception) -> None:
@@ -392,6 +396,7 @@ class Spiller:
             else:
                 self._resident.enter(named[named >= 0])
                 self._resident.free(stride, slots[named < 0])
+            self._resident.trace.note(Event.SPILL, Tier.DISK, named[named >= 0], groups[named >= 0])
             self.forget_tokens(self._table.digest[rows[i]].tobytes() for i in range(len(rows)))
             self._moved(rows, groups, failed=False)
 
@@ -417,5 +422,7 @@ class Spiller:
 
     def _failed(self, error: Exception) -> None:
         self._counters.add("disk_write_errors")
+        if self.trouble is None:
+            self.troubled_at = time.monotonic()
         self.trouble = str(error)
         self._off_until = time.monotonic() + _RETRY_S

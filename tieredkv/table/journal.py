@@ -33,6 +33,7 @@ from .state import State
 _MAX_FAILURES = 3
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BYTES_PER_ROW = 160
+_CHECKPOINT_S = 30.0
 
 Applied = Callable[[int, Rows], None]
 Failed = Callable[[Exception], None]
@@ -143,7 +144,8 @@ class Journal:
         self._log_keep_nbytes = log_keep_nbytes
         self._log_max_nbytes = log_max_nbytes
         self._counters = counters
-        self.trouble: str | None = None
+        self._trouble: str | None = None
+        self.troubled_at = 0.0  # monotonic
         self.read_only = False
         self._failures = 0
         self._kept: list[tuple[int, tuple[Run, ...]]] = []  # frames that no segment holds synced
@@ -187,6 +189,17 @@ class Journal:
         self._segments.append(_Segment.of(header))
         self._committer.start()
         self._syncer.start()
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong, if anything, since `troubled_at`."""
+        return self._trouble
+
+    @trouble.setter
+    def trouble(self, what: str | None) -> None:
+        if self._trouble is None:
+            self.troubled_at = time.monotonic()
+        self._trouble = what
 
     @property
     def log_nbytes(self) -> int:
@@ -366,7 +379,17 @@ class Journal:
         if frame_nbytes(runs) > self._writer.max_frame_nbytes:
             raise OSError(f"a record of {frame_nbytes(runs)} bytes does not fit a log segment")
         while not self._try_append(runs):
-            self._rotate(self._latest_checkpoint())
+            if self.log_nbytes + self._writer.segment_nbytes > self._log_max_nbytes:
+                self._checkpoint_at_cap()
+            if frame_nbytes(runs) > self._writer.room_nbytes:
+                self._rotate(self._latest_checkpoint())
+
+    def _checkpoint_at_cap(self) -> None:
+        """The log may not grow before a checkpoint has made room. Raises OSError: it could not be written."""
+        if not self.checkpoint(time.monotonic() + _CHECKPOINT_S):
+            raise OSError(
+                errno.ENOSPC, f"the log is at its cap and no checkpoint could be written: {self.trouble}"
+            )
 
     def _try_append(self, runs: list[Run]) -> bool:
         """False if the segment has no room for the frame. Raises OSError."""
