@@ -1,0 +1,579 @@
+"""The disk tier when the disk fails: full, read-only, failing syncs, hung, damaged. It forgets, and says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_helpers import (
+    IDENTITY,
+    LAYOUTS,
+    MIXED,
+    SIZE,
+    Gate,
+    HookedFs,
+    assert_right,
+    directory_nbytes,
+    load_checked,
+    memory_only_disk,
+    opened,
+    prompt,
+    quiet,
+    small,
+    store,
+)
+
+from tieredkv import Reason, Turn
+from tieredkv.cache import TieredCache, open_cache
+from tieredkv.disk import shares
+from tieredkv.errors import DamagedStore, PathUnusable, SessionError
+from tieredkv.machine import resolve
+
+
+class Fault:
+    """Raises `code` from chosen operations on chosen paths while it is on, from the n-th call on."""
+
+    def __init__(
+        self, code: int, operations: set[str], where: str = "", *, first: int = 0, count: int = 1 << 30
+    ) -> None:
+        self.code, self.operations, self.where = code, operations, where
+        self.first, self.last = first, first + count
+        self.on = True
+        self.num_calls = 0
+
+    def __call__(self, operation: str, path: str) -> None:
+        if self.on and operation in self.operations and self.where in path:
+            self.num_calls += 1
+            if self.first < self.num_calls <= self.last:
+                raise OSError(self.code, os.strerror(self.code), path)
+
+
+def fill(kv: TieredCache, seeds: range, layout: str = "mixed") -> None:
+    space = kv.namespace(IDENTITY, LAYOUTS[layout])
+    for seed in seeds:
+        store(space, prompt(seed)).wait(3)
+
+
+def settled(kv: TieredCache, tokens: np.ndarray, timeout_s: float = 10.0) -> bool:
+    """Store `tokens` again and again until they are taken whole, committed and flushed."""
+    space = kv.namespace(IDENTITY, MIXED)
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        stored = store(space, tokens)
+        if not stored.num_refused and stored.wait(1) and kv.flush(2).ok:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# ---- durability ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["group", "flush", "none"])
+def test_levels(tmp_path: Path, durability: str) -> None:
+    with opened(tmp_path, durability=durability) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        stored = store(space, prompt(0))
+        assert stored.wait(5)
+        if durability == "group":
+            until = time.monotonic() + 5
+            while kv.stats().durable_lsn < kv.stats().last_lsn and time.monotonic() < until:
+                time.sleep(0.01)
+            assert kv.stats().durable_lsn == kv.stats().last_lsn
+        else:
+            time.sleep(0.2)
+            assert kv.stats().durable_lsn < kv.stats().last_lsn
+        flushed = kv.flush(5)
+        assert flushed.ok and flushed.durable_lsn == kv.stats().last_lsn
+    with opened(tmp_path, durability=durability) as kv:
+        assert kv.recovery.num_replayed == 0, "a clean close leaves nothing to replay"
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
+
+
+def test_flush_spills_what_write_back_kept(tmp_path: Path) -> None:
+    with opened(tmp_path, spill="evict", device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        store(space, prompt(0))
+        assert kv.stats().tiers[-1].num_parts == 0
+        flushed = kv.flush(5)
+        assert flushed.ok and flushed.num_spilled == 23
+        assert kv.stats().tiers[-1].num_parts == 23
+
+
+def test_an_acknowledged_wait_means_committed(tmp_path: Path) -> None:
+    """Also when another request carries the blocks, or an earlier store of them is still under way."""
+    gate = Gate()
+    fs = HookedFs(lambda op, path: gate.pass_through() if op == "pwritev" and "slabs" in path else None)
+    with opened(tmp_path, fs=fs, device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        gate.shut()
+        first = store(space, prompt(0))
+        again = store(space, prompt(0))
+        longer = store(space, np.concatenate((prompt(0)[:320], prompt(1))))
+        assert not first.wait(0.1) and not again.wait(0.1) and not longer.wait(0.1)
+        gate.open()
+        assert again.wait(5) and kv.stats().tiers[-1].num_parts >= 23
+        assert first.wait(5) and longer.wait(5)
+
+
+# ---- budgets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["mixed", "uneven"])
+@pytest.mark.parametrize("disk_nbytes", [13 << 20, 24 << 20])
+def test_budgets_hold_at_every_instant(tmp_path: Path, layout: str, disk_nbytes: int) -> None:
+    """P13, B40: measured from outside, all the time, log and checkpoints included."""
+    worst, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            worst[0] = max(worst[0], directory_nbytes(tmp_path))
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with opened(tmp_path, disk_nbytes=disk_nbytes, log_keep_nbytes=0, device_nbytes="512KiB") as kv:
+            space = kv.namespace(IDENTITY, LAYOUTS[layout])
+            session = kv.session("a", space)
+            for seed in range(60):
+                store(space, prompt(seed))
+                session.commit(prompt(seed, 2000), [], meta={"pad": "x" * 3000})
+                for tier in kv._residents.values():
+                    assert tier.arena.used_nbytes <= tier.arena.budget_nbytes
+                if seed % 20 == 19:
+                    kv.checkpoint()
+                    kv.check()
+            counters = kv.stats().counters
+            assert counters.get("checkpoints", 0) >= 3
+            assert kv.stats().disk_nbytes <= disk_nbytes
+    finally:
+        stop.set()
+        watcher.join()
+    assert worst[0] <= disk_nbytes, f"{worst[0]} bytes at one moment, {worst[0] - disk_nbytes} too many"
+    with opened(tmp_path, disk_nbytes=disk_nbytes, log_keep_nbytes=0) as kv:
+        assert (
+            kv.session("a", kv.namespace(IDENTITY, LAYOUTS[layout])).tokens.tolist()
+            == prompt(59, 2000).tolist()
+        )
+
+
+def test_the_shares_add_up(tmp_path: Path) -> None:
+    for nbytes in [8 << 20, 100 << 20, 5 << 30, 1 << 40]:
+        segment, log_max, parts = shares(
+            resolve(small(disk_nbytes=nbytes, log_keep_nbytes="64MiB"), str(tmp_path))
+        )
+        assert segment % 4096 == 0 and log_max >= 2 * segment and parts > nbytes // 3
+        assert log_max + segment + parts <= nbytes
+
+
+def test_many_small_records_rotate_the_log_and_checkpoint_it(tmp_path: Path) -> None:
+    with opened(tmp_path, disk_nbytes="16MiB", log_keep_nbytes=0) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        for number in range(300):
+            session.commit(prompt(number, 1500), [Turn("user", 1500)], meta={"n": number})
+        stats = kv.stats()
+        assert stats.counters["checkpoints"] >= 1
+        assert stats.log_nbytes <= shares(resolve(kv.config, str(tmp_path)))[1] + 256 * 1024
+        until = time.monotonic() + 3
+        while len(list(tmp_path.glob("table-*.lmdb"))) > 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(list(tmp_path.glob("table-*.lmdb"))) <= 2
+    with opened(tmp_path, disk_nbytes="16MiB", log_keep_nbytes=0) as kv:
+        session = kv.session("a", kv.namespace(IDENTITY, MIXED))
+        assert session.meta == {"n": 299} and session.tokens.tolist() == prompt(299, 1500).tolist()
+
+
+# ---- space ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("where", ["slabs", "wal", "table", ""])
+def test_no_space_refuses_and_comes_back_by_itself(tmp_path: Path, code: int, where: str) -> None:
+    """P8, B29: reads go on, nothing half-done is matched, and service returns when space does."""
+    fault = Fault(
+        code,
+        {"allocate", "pwritev", "create", "datasync"} if where != "wal" else {"allocate", "create"},
+        where,
+    )
+    fault.on = False
+    with opened(
+        tmp_path, fs=HookedFs(fault), device_nbytes="128KiB", host_nbytes="128KiB", log_keep_nbytes=0
+    ) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        fill(kv, range(6))
+        memory_only_disk(kv)
+        fault.on = True
+        session = kv.session("a", space)
+        for seed in range(6, 26):
+            store(space, prompt(seed))
+            with_trouble(lambda seed=seed: session.commit(prompt(seed, 4000), [], meta={"pad": "y" * 4000}))
+        for seed in range(6):
+            assert load_checked(space, prompt(seed))[0] == 320
+        kv.check()
+        fault.on = False
+        assert settled(kv, prompt(99)), kv.flush(5)
+        session.commit(prompt(3), [])
+        assert kv.health().ok, kv.health()
+        quiet(kv)
+        kv.check()
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert not kv.recovery.damage
+        assert load_checked(space, prompt(99))[0] == 320
+        assert [load_checked(space, prompt(seed))[0] for seed in range(6)] == [320] * 6
+        assert kv.session("a", space).tokens.tolist() == prompt(3).tolist()
+
+
+def with_trouble(call: Any) -> None:
+    try:
+        call()
+    except SessionError:
+        pass
+
+
+def test_space_that_is_short_at_open_is_no_open_store(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        fill(kv, range(2))
+    before = sorted(p.name for p in (tmp_path / "wal").iterdir())
+    with pytest.raises(PathUnusable, match="No space"):
+        open_cache(tmp_path, small(), fs=HookedFs(Fault(errno.ENOSPC, {"allocate", "pwritev", "create"})))
+    assert before == sorted(p.name for p in (tmp_path / "wal").iterdir())
+    with opened(
+        tmp_path, fs=HookedFs(Fault(errno.ENOSPC, {"allocate", "pwritev", "create"})), on_unusable="memory"
+    ) as kv:
+        assert kv.health().mode == "memory"
+    with opened(tmp_path) as kv:
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_read_only_directory(tmp_path: Path, code: int) -> None:
+    """B56, B71."""
+    with opened(tmp_path) as kv:
+        fill(kv, range(1))
+    fault = Fault(code, {"lock", "make_dir", "create", "pwritev", "allocate", "rename", "unlink"})
+    with pytest.raises(PathUnusable, match=str(tmp_path)):
+        open_cache(tmp_path, small(), fs=HookedFs(fault))
+    with opened(tmp_path, fs=HookedFs(fault), on_unusable="memory") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        store(space, prompt(5))
+        assert load_checked(space, prompt(5))[0] == 320
+        assert os.strerror(code) in kv.health().troubles[0].what
+    with opened(tmp_path) as kv:
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
+
+
+# ---- failed syncs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("where", ["wal", "slabs"])
+def test_one_failed_sync_loses_nothing_acknowledged(tmp_path: Path, where: str, nth: int) -> None:
+    """P7: no second try on that file; what was flushed is there, service goes on."""
+    fault = Fault(errno.EIO, {"datasync"}, where, first=nth - 1, count=1)
+    fault.on = False
+    flushed: list[int] = []
+    with opened(tmp_path, fs=HookedFs(fault), durability="flush", device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        fault.on = True
+        for seed in range(8):
+            store(space, prompt(seed)).wait(5)
+            if kv.flush(5).ok:
+                flushed.append(seed)
+        assert len(flushed) >= 6, flushed
+        counters = kv.stats().counters
+        assert counters.get("log_sync_errors" if where == "wal" else "failed_sync_parts", 0) > 0
+        for seed in range(8):
+            assert load_checked(space, prompt(seed))[0] == 320
+        assert kv.flush(5).ok
+        quiet(kv)
+        kv.check()
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for seed in range(8):
+            assert load_checked(space, prompt(seed))[0] == 320
+        kv.check()
+
+
+def test_a_log_that_keeps_failing_is_read_only_and_says_so(tmp_path: Path) -> None:
+    fault = Fault(errno.EIO, {"datasync"}, "wal")
+    fault.on = False
+    with opened(tmp_path, fs=HookedFs(fault), deadline_s=0.5) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        fill(kv, range(2))
+        assert kv.flush(5).ok
+        memory_only_disk(kv)
+        fault.on = True
+        store(space, prompt(5))
+        assert not kv.flush(3).ok
+        health = kv.health()
+        assert not health.ok and health.mode == "read-only"
+        began = time.monotonic()
+        with pytest.raises(SessionError):
+            kv.session("a", space).commit(prompt(0), [])
+        for seed in range(2):
+            assert load_checked(space, prompt(seed))[0] == 320
+        store(space, prompt(6))
+        assert load_checked(space, prompt(6))[0] == 320
+        assert time.monotonic() - began < 3
+        time.sleep(0.2)
+        assert not kv.health().ok, "trouble was forgotten"
+    with opened(tmp_path) as kv:
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
+
+
+def test_health_says_since_when(tmp_path: Path) -> None:
+    fault = Fault(errno.EIO, {"pwritev"}, "slabs")
+    with opened(tmp_path, fs=HookedFs(fault), deadline_s=0.3) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert not store(space, prompt(0)).wait(3)
+        first = kv.health()
+        assert not first.ok and "nput/output" in first.troubles[0].what
+        time.sleep(0.3)
+        again = kv.health()
+        assert again.troubles[0].since_s == pytest.approx(first.troubles[0].since_s, abs=0.05)
+        assert kv.stats().counters["disk_write_errors"] >= 1
+        assert load_checked(space, prompt(0))[0] == 320
+
+
+# ---- a disk that hangs ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [{"preadv"}, {"pwritev"}, {"datasync"}, {"preadv", "pwritev", "datasync", "allocate", "punch"}],
+)
+def test_a_hung_disk_costs_at_most_the_deadline(tmp_path: Path, gate: Gate, operations: set[str]) -> None:
+    """P9, B57."""
+    deadline_s = 0.4
+    fs = HookedFs(lambda op, _path: gate.pass_through() if op in operations else None)
+    kv = open_cache(
+        tmp_path, small(deadline_s=deadline_s, device_nbytes="128KiB", host_nbytes="128KiB"), fs=fs
+    )
+    try:
+        space = kv.namespace(IDENTITY, MIXED)
+        fill(kv, range(8))
+        memory_only_disk(kv)
+        gate.shut()
+        for seed in range(4):
+            began = time.monotonic()
+            load_checked(space, prompt(seed))
+            assert time.monotonic() - began < 1.5 * deadline_s + 0.2, f"load {seed}"
+        for seed in range(20, 24):
+            began = time.monotonic()
+            store(space, prompt(seed))
+            assert time.monotonic() - began < 1.5 * deadline_s + 0.2, f"store {seed}"
+        for call in (lambda: kv.flush(0.5), lambda: kv.checkpoint(0.5), kv.stats, kv.health, kv.check):
+            began = time.monotonic()
+            call()
+            assert time.monotonic() - began < 1.2
+        began = time.monotonic()
+        with_trouble(lambda: kv.session("a", space).commit(prompt(0), []))
+        assert time.monotonic() - began < 1.5 * deadline_s + 0.2
+        gate.open()
+        assert settled(kv, prompt(50))
+        for seed in range(8):
+            assert load_checked(space, prompt(seed), 5)[0] in (0, 320)
+        assert load_checked(space, prompt(50), 5) == (320, Reason.COMPLETE)
+        quiet(kv)
+        kv.check()
+    finally:
+        gate.open()
+        kv.close(5)
+
+
+def test_closing_over_a_hung_disk_is_bounded(tmp_path: Path, gate: Gate) -> None:
+    fs = HookedFs(lambda op, _path: gate.pass_through() if op in {"pwritev", "datasync"} else None)
+    kv = open_cache(tmp_path, small(deadline_s=0.3), fs=fs)
+    space = kv.namespace(IDENTITY, MIXED)
+    store(space, prompt(0)).wait(3)
+    gate.shut()
+    store(space, prompt(1))
+    began = time.monotonic()
+    assert not kv.close(1.0).ok
+    assert time.monotonic() - began < 6
+    gate.open()
+
+
+def test_a_late_read_writes_into_nobody_elses_slot(tmp_path: Path, gate: Gate) -> None:
+    """B11, B54: the slot a timed-out read was meant for is not given away while the read may still land."""
+    fs = HookedFs(lambda op, path: gate.pass_through() if op == "preadv" and "slabs" in path else None)
+    with opened(tmp_path, fs=fs, deadline_s=0.3, device_nbytes="128KiB", host_nbytes=0) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        fill(kv, range(4))
+        memory_only_disk(kv)
+        gate.shut()
+        assert load_checked(space, prompt(0)) == (0, Reason.TIMED_OUT)
+        for seed in range(10, 14):
+            store(space, prompt(seed, 6 * SIZE + 1))
+        with space.load(prompt(13, 6 * SIZE + 1)) as prefix:
+            assert prefix.num_tokens == 6 * SIZE
+            gate.open()
+            time.sleep(0.3)
+            assert_right(space, prompt(13, 6 * SIZE + 1), prefix)
+        for seed in range(10, 14):
+            load_checked(space, prompt(seed, 6 * SIZE + 1))
+        assert load_checked(space, prompt(0))[0] == 320
+        quiet(kv)
+        kv.check()
+        assert kv.stats().counters["timed_out_parts"] > 0
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+def slabs(path: Path) -> list[Path]:
+    return sorted((path / "slabs").glob("*.slab"))
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("at", [0, 17, 100, 1030, 4090, 4096, 5000, 8191])
+@pytest.mark.parametrize("disk_io", ["direct", "buffered"])
+def test_a_flipped_bit_is_a_miss_that_heals(tmp_path: Path, at: int, disk_io: str) -> None:
+    """P1, B31: a miss with its reason, dropped and counted; stored again, it works."""
+    with opened(tmp_path, disk_io=disk_io) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        store(space, prompt(0, 4 * SIZE + 1)).wait(5)
+        memory_only_disk(kv)
+        slot = int(kv._table.slot[2, 0, kv._table.find(space.chain(prompt(0, 4 * SIZE)))[2]])
+        flip(slabs(tmp_path)[0], slot * 8192 + at)
+        found, reason = load_checked(space, prompt(0, 4 * SIZE + 1))
+        assert (found, reason) in ((2 * SIZE, Reason.CORRUPT), (2 * SIZE, Reason.SUPERSEDED))
+        quiet(kv)
+        kv.check()
+        assert sum(kv.stats().counters.get(f"{name}_parts", 0) for name in ("corrupt", "superseded")) == 1
+        again = space.lookup(prompt(0, 4 * SIZE + 1))
+        assert again.num_tokens == 2 * SIZE
+        assert store(space, prompt(0, 4 * SIZE + 1)).wait(5)
+        memory_only_disk(kv)
+        assert load_checked(space, prompt(0, 4 * SIZE + 1)) == (4 * SIZE, Reason.COMPLETE)
+        kv.check()
+
+
+def test_swapped_slots_are_misses(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        store(space, prompt(0)).wait(5)
+        memory_only_disk(kv)
+        raw = bytearray(slabs(tmp_path)[0].read_bytes())
+        raw[0:8192], raw[8192:16384] = raw[8192:16384], raw[0:8192]
+        slabs(tmp_path)[0].write_bytes(raw)
+        assert load_checked(space, prompt(0))[0] < 320
+        quiet(kv)
+        kv.check()
+        store(space, prompt(0)).wait(5)
+        memory_only_disk(kv)
+        assert load_checked(space, prompt(0))[0] == 320
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated", "zeroed", "garbage"])
+@pytest.mark.parametrize("when", ["open", "closed"])
+def test_a_lost_slab_is_misses_and_the_store_goes_on(tmp_path: Path, how: str, when: str) -> None:
+    """B28, B55."""
+
+    def harm() -> None:
+        path = slabs(tmp_path)[0]
+        nbytes = path.stat().st_size
+        if how == "deleted":
+            path.unlink()
+        elif how == "truncated":
+            os.truncate(path, 8192 * 5 + 100)
+        else:
+            fill_with = b"\0" if how == "zeroed" else b"\x5a"
+            with open(path, "r+b") as file:
+                file.write(fill_with * nbytes)
+
+    with opened(tmp_path) as kv:
+        fill(kv, range(5))
+        if when == "open":
+            memory_only_disk(kv)
+            harm()
+            go_on(kv)
+    if when == "closed":
+        harm()
+        with opened(tmp_path) as kv:
+            go_on(kv)
+    with opened(tmp_path) as kv:
+        if how == "deleted" and when == "open":  # nobody can tell before this, and it is all gone
+            go_on(kv)
+        space = kv.namespace(IDENTITY, MIXED)
+        assert [load_checked(space, prompt(seed))[0] for seed in range(5)] == [320] * 5
+        kv.check()
+
+
+def go_on(kv: TieredCache) -> None:
+    space = kv.namespace(IDENTITY, MIXED)
+    for seed in range(5):
+        load_checked(space, prompt(seed))
+    quiet(kv)
+    kv.check()
+    assert all(settled(kv, prompt(seed)) for seed in range(5))
+    memory_only_disk(kv)
+    for seed in range(5):
+        assert load_checked(space, prompt(seed)) == (320, Reason.COMPLETE)
+    kv.check()
+
+
+def test_strict_refuses_damage_that_is_otherwise_reported(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        fill(kv, range(3))
+    checkpoint = sorted(tmp_path.glob("table-*.lmdb"))[-1]
+    flip(checkpoint, checkpoint.stat().st_size // 2)
+    with pytest.raises(DamagedStore):
+        open_cache(tmp_path, small(strict=True))
+    with opened(tmp_path) as kv:
+        assert kv.recovery.damage
+        kv.check()
+        space = kv.namespace(IDENTITY, MIXED)
+        for seed in range(3):
+            assert load_checked(space, prompt(seed))[0] == 320, (
+                "the older checkpoint and the log, or the slots, have it"
+            )
+    with opened(tmp_path, strict=True) as kv:
+        assert not kv.recovery.damage
+
+
+# ---- LMDB as the payload store -------------------------------------------------------------------
+
+
+def test_lmdb_payloads(tmp_path: Path) -> None:
+    with opened(tmp_path, disk="lmdb", disk_nbytes="24MiB") as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["uneven"])
+        for seed in range(60):
+            store(space, prompt(seed)).wait(5)
+        assert directory_nbytes(tmp_path) <= 24 << 20
+        memory_only_disk(kv)
+        found = [load_checked(space, prompt(seed))[0] for seed in range(60)]
+        assert found[-1] == 320 and 0 < sum(found) < 60 * 320
+        quiet(kv)
+        kv.check()
+    with opened(tmp_path, disk="lmdb", disk_nbytes="24MiB") as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["uneven"])
+        assert [load_checked(space, prompt(seed))[0] for seed in range(60)] == found
+        kv.purge(space)
+        raw = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+        assert prompt(59)[: 4 * SIZE].tobytes() not in raw
+        kv.check()
