@@ -152,7 +152,8 @@ class Journal:
         self._appended_nbytes = 0
         self._writing = threading.Lock()  # held while the writer's tail moves
         self._syncing = threading.Lock()  # held for a whole sync round
-        self._unlinking = threading.Lock()  # held while old files go, outside the writing lock
+        # Held while a checkpoint is made or old files go, so that none is taken for old before it is listed.
+        self._unlinking = threading.Lock()
         self._queue: deque[_Entry] = deque()
         self._queued = threading.Condition()
         self._closing = False
@@ -481,7 +482,8 @@ class Journal:
             if wanted or due:
                 self._sync_and_tell(wanted)
             if checkpoint:
-                self._write_checkpoint()
+                with self._unlinking:
+                    self._write_checkpoint()
             with self._round:
                 self._round.notify_all()
 
@@ -546,15 +548,19 @@ class Journal:
         self._appended_nbytes = 0
         self._checkpoints.insert(0, ref)
         self._counters.add("checkpoints")
-        with contextlib.suppress(OSError), self._unlinking:
+        try:
             self._unlink_old()
+        except OSError as error:
+            self._counters.add("unlink_errors")
+            self.trouble = str(error)
 
     def _unlink_old(self) -> None:
         """Unlink the checkpoint before the previous one and segments that neither kept one needs."""
         if len(self._checkpoints) < 2:
             return
         del self._checkpoints[2:]
-        prune_checkpoints(self._fs, self._dir, {ref.lsn for ref in self._checkpoints})
+        failures = prune_checkpoints(self._fs, self._dir, {ref.lsn for ref in self._checkpoints})
+        self._counters.add("unlink_errors", len(failures))
         needless = self._checkpoints[-1].lsn
         while len(self._segments) > 1 and self.log_nbytes > self._log_keep_nbytes:
             if self._segments[1].first_lsn - 1 > needless:
