@@ -18,9 +18,10 @@ from .policy import Policy, make_policy
 from .residency import Residency, Slots
 from .system import Fs, Lock
 from .table.journal import Journal
-from .table.recovery import SLABS, WAL, Recovered, claim, recover
+from .table.recovery import SLABS, TRACE, WAL, Recovered, claim, recover, unlink_broken
 from .table.salvage import salvage
 from .table.state import State
+from .table.trace import NO_TRACE, NoTrace, Trace, traces_nbytes, unlink_traces
 from .tier.arena import Arena
 from .tier.base import FailedPlace, PartStore, StoreFailed
 from .tier.slab import SlabStore
@@ -31,6 +32,7 @@ from .wal.writer import LogWriter
 _CHUNK_NBYTES = 4 * MiB
 _MIN_SEGMENT_NBYTES = 256 * KiB
 _MAX_SEGMENT_NBYTES = 16 * MiB
+_MAX_TRACE_NBYTES = 64 * MiB
 
 
 class Disk:
@@ -47,6 +49,8 @@ class Disk:
         lock_file: Lock,
         report: RecoveryReport,
         open_number: int,
+        trace: NoTrace,
+        forget: Callable[[], None],
     ) -> None:
         self._lock = lock
         self._state = state
@@ -56,13 +60,16 @@ class Disk:
         self.report = report
         self._lock_file = lock_file
         self._put_seq = open_number << 32
+        self.trace = trace
+        self._forget = forget
         self._failed: list[FailedPlace] = []
         self.on_failed_sync: Callable[[list[tuple[int, int]]], None] = lambda _parts: None
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything in the directory: slabs, log and checkpoints."""
-        return self.resident.arena.used_nbytes + self.journal.log_nbytes + self.journal.checkpoint_nbytes
+        log_nbytes = self.journal.log_nbytes + self.journal.checkpoint_nbytes
+        return self.resident.arena.used_nbytes + log_nbytes + self.trace.nbytes
 
     def next_put_seq(self, count: int) -> int:
         """The first of `count` put numbers that were never used before (lock held)."""
@@ -119,6 +126,7 @@ class Disk:
 
     def erase(self, until: float) -> bool:
         """After a removal: blank every slot that may hold old bytes, and leave no log or checkpoint of them."""
+        self._forget()
         self._discard_failed()
         if self.store.blank_drops_all:
             self.store.blank(0, [])
@@ -156,6 +164,7 @@ class Disk:
             self.journal.close(until)
             self.store.close()
         finally:
+            self.trace.close()
             self._lock_file.close()
 
 
@@ -175,7 +184,8 @@ def open_disk(
     Raises:
         BadConfig, StoreUnusable: and nothing on disk was changed.
     """
-    segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes)
+    trace_nbytes = _trace_nbytes(fs, path, config, sizes)
+    segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes, trace_nbytes)
     lock_file = claim(fs, path)
     try:
         recovered = recover(
@@ -185,15 +195,8 @@ def open_disk(
         # Also above what salvaged slots hold, which no segment header may tell any more.
         open_number = max(recovered.open_number, (state.table.last_put_seq() >> 32) + 1)
         store = _make_store(fs, path, config, sizes)
-        # A value in LMDB takes two pages more than its part, and a write transaction needs some to spare.
-        arena_nbytes = parts_nbytes * 3 // 4 if config.disk == "lmdb" else parts_nbytes
-        arena = Arena(arena_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
-        num_dropped = _claim_slots(state, arena, stride_on_disk)
-        policy: Policy[bytes] = make_policy(config.policy, max(arena_nbytes, arena.live_nbytes))
-        resident = Residency(Tier.DISK, state.table, arena, policy, stride_on_disk, _puncher(store, counters))
-        resident.enter_all()
+        resident, num_dropped = _resident(config, parts_nbytes, state, store, counters, stride_on_disk)
         residents[Tier.DISK] = resident
-        _punch_unused(store, resident)
         writer = LogWriter(
             fs, f"{path}/{WAL}", segment_nbytes=segment_nbytes, next_number=recovered.next_segment,
             position=recovered.position,
@@ -207,12 +210,16 @@ def open_disk(
             segments=recovered.segments, checkpoints=[recovered.checkpoint],
             log_keep_nbytes=sizes.log_keep_nbytes, log_max_nbytes=log_max_nbytes, counters=counters,
         )  # fmt: skip
+        trace = _trace(fs, path, config, state, trace_nbytes, lambda: journal.applied_lsn, counters)
+        resident.trace = trace
         disk = Disk(
             lock=lock, state=state, store=store, resident=resident, journal=journal, lock_file=lock_file,
             report=_report(recovered, state, num_dropped), open_number=open_number,
+            trace=trace, forget=lambda: _forget(fs, path, trace),
         )  # fmt: skip
         disk_of.append(disk)
         journal.start(must_checkpoint=recovered.must_checkpoint)
+        trace.start()
         _return_freed_memory()
         return disk
     except OSError as error:
@@ -223,6 +230,26 @@ def open_disk(
         raise
 
 
+def _resident(
+    config: Config,
+    parts_nbytes: int,
+    state: State,
+    store: PartStore,
+    counters: Counters,
+    stride_on_disk: Callable[[int, int], int],
+) -> tuple[Residency, int]:
+    """The DISK tier's residents as recovered, and how many parts could not be kept."""
+    # A value in LMDB takes two pages more than its part, and a write transaction needs some to spare.
+    arena_nbytes = parts_nbytes * 3 // 4 if config.disk == "lmdb" else parts_nbytes
+    arena = Arena(arena_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
+    num_dropped = _claim_slots(state, arena, stride_on_disk)
+    policy: Policy[bytes] = make_policy(config.policy, max(arena_nbytes, arena.live_nbytes))
+    resident = Residency(Tier.DISK, state.table, arena, policy, stride_on_disk, _puncher(store, counters))
+    resident.enter_all()
+    _punch_unused(store, resident)
+    return resident, num_dropped
+
+
 def _return_freed_memory() -> None:
     """Recovery's temporaries are freed, but glibc keeps them for itself unless told."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -230,7 +257,36 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def shares(sizes: Sizes) -> tuple[int, int, int]:
+def _trace_nbytes(fs: Fs, path: str, config: Config, sizes: Sizes) -> int:
+    """What is set aside for the trace: its bound while it is written, else what an earlier opening left of one."""
+    if config.trace:
+        return min(_MAX_TRACE_NBYTES, sizes.disk_nbytes // 32)
+    return traces_nbytes(fs, path)
+
+
+def _trace(
+    fs: Fs,
+    path: str,
+    config: Config,
+    state: State,
+    max_nbytes: int,
+    lsn: Callable[[], int],
+    counters: Counters,
+) -> NoTrace:
+    if not config.trace:
+        return NO_TRACE
+    return Trace(fs, path, state.table, max_nbytes=max_nbytes, lsn=lsn, counters=counters)
+
+
+def _forget(fs: Fs, path: str, trace: NoTrace) -> None:
+    """A removal reaches what tells of earlier times too: traces, and the copies that mending a log left."""
+    if trace is NO_TRACE:
+        unlink_traces(fs, f"{path}/{TRACE}")
+    trace.forget()
+    unlink_broken(fs, path)
+
+
+def shares(sizes: Sizes, trace_nbytes: int = 0) -> tuple[int, int, int]:
     """How the disk budget is shared: bytes of a segment, of the whole log, and of parts.
 
     Two segments, the log that is kept and three tables are set aside at once, so that neither a log at its
@@ -242,7 +298,7 @@ def shares(sizes: Sizes) -> tuple[int, int, int]:
     budget = sizes.disk_nbytes
     segment = align_up(min(_MAX_SEGMENT_NBYTES, max(_MIN_SEGMENT_NBYTES, budget // 64)))
     log_max = min(sizes.log_keep_nbytes, budget // 8) + 2 * segment
-    parts = budget - log_max - segment - budget // 32
+    parts = budget - log_max - segment - budget // 32 - trace_nbytes
     if parts < _CHUNK_NBYTES:
         raise BadConfig(
             f"disk_nbytes={format_nbytes(budget)} leaves too little for parts beside the log: give 8 MiB or more"
@@ -262,7 +318,8 @@ def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes) -> PartStore:
     if config.disk == "lmdb":
         from .tier.lmdb_store import LmdbStore
 
-        return LmdbStore(fs, f"{path}/{SLABS}", map_nbytes=shares(sizes)[2])
+        map_nbytes = shares(sizes, _trace_nbytes(fs, path, config, sizes))[2]
+        return LmdbStore(fs, f"{path}/{SLABS}", map_nbytes=map_nbytes)
     return SlabStore(fs, f"{path}/{SLABS}", disk_io=config.disk_io)
 
 

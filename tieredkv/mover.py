@@ -19,6 +19,7 @@ from .residency import Residency, Slots
 from .room import Room, await_copies
 from .table.block_table import BlockTable
 from .table.key_index import Rows
+from .table.trace import Event
 from .tier.base import PartStore, Verdict
 from .tier.slab_format import EXPECTED_DTYPE
 from .tier.tensor import TensorTier
@@ -151,6 +152,7 @@ class Mover:
         with self._lock:
             for group, wanted, slots in placed:
                 self._place(rows[wanted], group, slots)
+                self._residents[Tier.DEVICE].trace.note(Event.ALLOCATE, Tier.DEVICE, rows[wanted], group)
         return taken
 
     def _place(self, rows: Rows, group: int, slots: Slots) -> Slots:
@@ -301,6 +303,7 @@ class Mover:
                 device.free(device.stride_nbytes(int(coming.rows[0]), group), lost)
             good = moved & ~bad
             self._place(coming.rows[good], group, coming.targets[good])
+            device.trace.note(Event.PROMOTE, Tier.DEVICE, coming.rows[good], group)
             placed = self._table.slot[Tier.DEVICE, group, coming.rows]
             coming.targets = np.where(coming.targets >= 0, placed, -1)
 

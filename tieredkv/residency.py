@@ -12,6 +12,7 @@ from .outcomes import Tier
 from .policy import Policy
 from .table.block_table import BlockTable
 from .table.key_index import Rows
+from .table.trace import NO_TRACE, Event, NoTrace
 from .tier.arena import Arena
 
 Slots = npt.NDArray[np.int64]
@@ -42,6 +43,7 @@ class Residency:
         self.hit_tokens = 0
         self._stride_nbytes = stride_nbytes
         self.punch = punch
+        self.trace: NoTrace = NO_TRACE
 
     def groups_of(self, row: int) -> list[int]:
         """Groups of which this tier holds the block's part."""
@@ -99,6 +101,7 @@ class Residency:
             if slot >= 0:
                 self.table.slot[self.tier, group, row] = -1
                 self.free(self._stride_nbytes(row, group), np.array([slot], dtype=np.int64))
+                self.trace.note(Event.EVICT if evicted else Event.LEAVE, self.tier, (row,), group)
         self.left(row, evicted=evicted)
 
     def left(self, row: int, *, evicted: bool) -> None:
@@ -123,6 +126,7 @@ class Residency:
         """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first."""
         here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
         self.policy.touch(keys_of(self.table.digest[here[::-1]]))
+        self.trace.note(Event.TOUCH, self.tier, here)
 
     def settle(self, rows: Rows) -> None:
         """A chain's `rows`, head to tail, came in one by one: put them in order, which is no hit."""

@@ -22,6 +22,7 @@ from .spiller import Cause, Parts, Spiller
 from .table.block_table import BlockTable
 from .table.journal import DONE, Ticket
 from .table.key_index import Rows
+from .table.trace import Event
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .tier.tensor import TensorTier
 
@@ -221,6 +222,7 @@ class Room:
             with self._lock:
                 for (row, group), slot in zip(parts, slots.tolist(), strict=False):
                     self._residents[Tier.HOST].place(_one(row), group, np.array([slot]))
+                    self._residents[Tier.HOST].trace.note(Event.DEMOTE, Tier.HOST, (row,), group)
 
     def _by_size(self, parts: Parts) -> dict[int, Parts]:
         sizes: dict[int, Parts] = {}

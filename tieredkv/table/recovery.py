@@ -278,6 +278,16 @@ def free_name(fs: Fs, path: str) -> str:
     return next(name for name in names if not fs.exists(name))
 
 
+def unlink_broken(fs: Fs, store_dir: str) -> None:
+    """Remove the copies of damaged log files that recovery and `truncate` leave aside; durable on return."""
+    for folder, mark in ((store_dir, f"{WAL}.broken"), (f"{store_dir}/{WAL}", ".wal.broken")):
+        names = [n for n in fs.list_names(folder) if mark in n and not fs.is_dir(f"{folder}/{n}")]
+        for name in names:
+            fs.unlink(f"{folder}/{name}")
+        if names:
+            fs.sync_dir(folder)
+
+
 def _is_ours(name: str) -> bool:
     is_checkpoint_name = parse_checkpoint_name(name) is not None or is_temporary_name(name)
     return name in _OURS | _ANYWHERE or is_checkpoint_name or name.startswith(f"{WAL}.broken")

@@ -53,6 +53,7 @@ def repair(path: str | os.PathLike[str], bad: Sequence[BadPart], fs: Fs | None =
 def _mend(fs: Fs, path: str, state: State, store: PartStore, bad: Sequence[BadPart]) -> None:
     recovered = recover(fs, path, state, salvage=lambda: salvage(store, state))
     state.settle()
+    open_number = max(recovered.open_number, (state.table.last_put_seq() >> 32) + 1)
     segment_nbytes = max((s.header.segment_nbytes for s in recovered.segments if s.header), default=1 << 20)
     writer = LogWriter(
         fs, f"{path}/{WAL}", segment_nbytes=segment_nbytes, next_number=recovered.next_segment,
@@ -61,7 +62,7 @@ def _mend(fs: Fs, path: str, state: State, store: PartStore, bad: Sequence[BadPa
     journal = Journal(
         fs=fs, store_dir=path, wal_dir=f"{path}/{WAL}", writer=writer, state=state,
         lock=threading.Condition(threading.RLock()), sync_parts=lambda: True, interval_s=None,
-        open_number=state.open_number_above(recovered.open_number), next_lsn=recovered.next_lsn,
+        open_number=open_number, next_lsn=recovered.next_lsn,
         durable_lsn=recovered.durable_lsn,
         segments=recovered.segments, checkpoints=[recovered.checkpoint], log_keep_nbytes=1 << 62,
         log_max_nbytes=1 << 62, counters=Counters(),

@@ -13,7 +13,6 @@ from .block_table import BlockTable
 from .catalog import Catalog
 from .key_index import Rows
 
-_MAX_OPEN_NUMBER = (1 << 32) - 1
 _NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
 
 
@@ -47,11 +46,6 @@ class State:
         names = ("namespaces", "sessions", "catalog")
         self.catalog.restore({name: bytes(arrays[name]) for name in names})
         self.table.restore({k: v for k, v in arrays.items() if k not in names})
-
-    def open_number_above(self, open_number: int) -> int:
-        """At least `open_number`, and above that of every put here: slots may prove more openings than the log."""
-        proved = 1 + (int(self.table.put_seq.max(initial=0)) >> 32)
-        return max(open_number, min(proved, _MAX_OPEN_NUMBER))
 
     def settle(self) -> None:
         """End recovery: link the chains."""
