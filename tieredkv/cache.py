@@ -109,7 +109,11 @@ class TieredCache:
             room=lambda: self._room, check_open=self.check_open, deadline_s=config.deadline_s,
         )  # fmt: skip
         if self._state.catalog.removals:
-            self._remover().finish()
+            try:
+                self._remover().finish()
+            except SessionError as error:
+                self._counters.add("unfinished_removal_errors")
+                _LOG.warning("%s: %s", path, error)
 
     def _open_disk(self, fs: Fs) -> Disk | None:
         if self._sizes.disk_nbytes == 0:

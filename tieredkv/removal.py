@@ -129,8 +129,13 @@ class Remover:
             SessionError: not all of it; the next open tries again.
         """
         until = time.monotonic() + _REMOVAL_S
-        if self._disk is not None and not self._disk.erase(until):
-            raise SessionError(f"the removal is logged but not all erased: {self._disk.journal.trouble}")
+        try:
+            erased = self._disk is None or self._disk.erase(until)
+            why = self._disk.journal.trouble if self._disk else None
+        except OSError as error:
+            erased, why = False, str(error)
+        if not erased:
+            raise SessionError(f"the removal is logged but not all erased: {why}")
         self._log(REMOVED, (to_record({}),), "the end of the removal")
 
     def _zero(self, parts: Sequence[tuple[int, int]]) -> None:
