@@ -399,6 +399,16 @@ def test_a_failed_sync_is_final_for_its_slab_alone(slabs: Bench) -> None:
     slabs.store.sync()
 
 
+def test_the_first_sync_covers_what_an_earlier_process_left(slabs: Bench) -> None:
+    slabs.put(PAGE, [0])
+    slabs.reopen()  # as after a SIGKILL: written, never synced
+    before = slabs.fs.calls["datasync"]
+    slabs.store.sync()
+    assert slabs.fs.calls["datasync"] == before + 1
+    slabs.store.sync()
+    assert slabs.fs.calls["datasync"] == before + 1, "once is enough"
+
+
 def test_a_name_that_may_not_be_durable_is_no_place_to_write_to(slabs: Bench) -> None:
     slabs.fs.fail("sync_dir", 5)
     with pytest.raises(OSError):

@@ -245,7 +245,7 @@ class SlabStore:
     def sync(self) -> None:
         with self._sync_lock:
             with self._lock:
-                dirty = [slab for slab in self._slabs.values() if slab.dirty]
+                dirty = [slab for slab in self._slabs.values() if slab.dirty or slab.inherited]
             failed = [slab for slab in dirty if not slab.sync()]
         if failed:
             assert failed[0].failed is not None, f"{failed[0].name} failed without an error"

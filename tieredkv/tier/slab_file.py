@@ -60,6 +60,7 @@ class SlabFile:
         self._read_only = self._stays_read_only = read_only
         self.chunks: frozenset[int] = frozenset()
         self.dirty = False
+        self.inherited = False  # an earlier process may have left it without a sync
         self.failed: OSError | None = None
         self.trouble: OSError | None = None
 
@@ -112,6 +113,7 @@ class SlabFile:
         """Take the chunks of a file left by an earlier process as holding bytes."""
         nbytes = min(self._fs.file_nbytes(self._path), self.end - self.start)
         self.chunks = frozenset(self.chunks_of(0, nbytes))
+        self.inherited = True
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class SlabFile:
 
     def sync(self) -> bool:
         """Make what was written durable; False if that failed, which is final."""
-        self.dirty = False
+        self.dirty = self.inherited = False
         try:
             with self.use() as file:
                 file.datasync()
