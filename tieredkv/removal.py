@@ -112,14 +112,16 @@ class Remover:
         while True:
             sessions, rows = going()
             for session in sessions:
-                self._sessions.hold(session, -1)
+                self._sessions.release(session.name)
             held = [row for row in rows if table.is_held(row) or table.uses[row] > 0]
             if not held:
                 return rows
             for session in sessions:
-                self._sessions.hold(session, 1)
+                self._sessions.hold(session)
             if time.monotonic() > until:
-                raise SessionError(f"{len(held)} blocks to be removed are in use: close the prefixes that hold them")
+                raise SessionError(
+                    f"{len(held)} blocks to be removed are in use: close the prefixes that hold them"
+                )
             self._lock.wait(0.05)
 
     def finish(self) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from .block.hashing import Tokens, as_tokens, chain
+from .block.hashing import DIGEST_NBYTES, Digests, Tokens, as_tokens, chain
 from .errors import BadInput, SessionError
 from .namespace import Namespace
 from .outcomes import Stored
@@ -92,7 +93,9 @@ class Session:
             SessionError: the log did not take the record.
         """
         ids, size = as_tokens(tokens), self.space.layout.block_size
-        if any(turn.end > len(ids) for turn in turns) or any(a > len(ids) or a % size for a in anchors):
+        if any(turn.end > len(ids) for turn in turns) or any(
+            not 0 <= a <= len(ids) or a % size for a in anchors
+        ):
             raise BadInput(f"a turn or anchor lies beyond {len(ids)} tokens, or off the block size {size}")
         until = time.monotonic() + self._owner.deadline_s
         for batch in stored:
@@ -165,6 +168,15 @@ class Session:
         self._row = after
 
 
+@dataclass(frozen=True)
+class _Hold:
+    """What one session counts for: the blocks before its anchors, and those it pins, by digest."""
+
+    namespace: int
+    ends: Digests
+    pinned: Digests
+
+
 class Sessions:
     """Every session of a cache: opens them by name, logs them, and holds the anchors that they name.
 
@@ -198,9 +210,11 @@ class Sessions:
         self._open: set[str] = set()
         closed_s = max(0.0, clock.wall() - self._catalog.wall_s) if self._catalog.wall_s else 0.0
         self._began_s = self._catalog.clock_s + closed_s - clock.monotonic()
+        self._in_doubt: set[str] = set()  # names whose last record may still arrive
+        self._held: dict[str, _Hold] = {}
         with lock:
             for row in self._catalog.sessions.values():
-                self.hold(row, 1)
+                self.hold(row)
 
     # ---- by name -------------------------------------------------------------------------------
 
@@ -231,11 +245,16 @@ class Sessions:
         self._check_open()
         with self._lock:
             logged = self._catalog.sessions.get(after.name)
-        self._log(SESSION, (after.encode(logged),), f"session {after.name!r}")
+            # a delta is right only on top of the row that it was made from
+            record = after.encode(None if after.name in self._in_doubt else logged)
+            self._in_doubt.add(after.name)
+        self._log(SESSION, (record,), f"session {after.name!r}")
         with self._lock:
-            self.hold(after, 1)
-            if logged is not None:
-                self._let_go(logged)
+            self._in_doubt.discard(after.name)
+            before = self._held.get(after.name)
+            self.hold(after)
+            if before is not None:
+                self._let_go(before)
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -263,41 +282,48 @@ class Sessions:
 
     def block_rows(self, row: SessionRow) -> Rows:
         """Rows of the session's whole blocks, -1 where a block is not there (lock held)."""
+        return self._table.find(self._digests(row))
+
+    def _digests(self, row: SessionRow) -> Digests:
         namespace = self._catalog.namespaces.get(row.namespace)
         if namespace is None or namespace.layout.is_stand_in:
-            return np.zeros(0, dtype=np.int32)
-        return self._table.find(chain(namespace.digest, row.tokens, namespace.layout.block_size))
+            return np.zeros((0, DIGEST_NBYTES), dtype=np.uint8)
+        return chain(namespace.digest, row.tokens, namespace.layout.block_size)
 
-    def hold(self, row: SessionRow, count: int) -> list[int]:
+    def _block_size(self, row: SessionRow) -> int:
+        namespace = self._catalog.namespaces.get(row.namespace)
+        return namespace.layout.block_size if namespace is not None else 1
+
+    def hold(self, row: SessionRow) -> None:
         """Count this session among the holders of its anchors, and pin its blocks if it wants that (lock held).
 
-        Returns:
-            The rows at whose ends the anchors are.
+        What it held before is no longer its own to count down.
         """
-        rows = self.block_rows(row)
-        if not len(rows):
-            return []
-        size = self._catalog.namespaces[row.namespace].layout.block_size
-        ends = [int(rows[at // size - 1]) for at in row.anchors if 0 < at // size <= len(rows)]
-        ends = [end for end in ends if end >= 0]
-        for end in ends:
-            self._table.holders[end] = max(0, self._table.holders[end] + count)
-        if row.pinned:
-            there = rows[rows >= 0]
-            self._table.pins[there] = np.maximum(0, self._table.pins[there] + count)
-        return ends
+        digests = self._digests(row)
+        blocks = [at // self._block_size(row) for at in row.anchors]
+        ends = digests[[block - 1 for block in blocks if 0 < block <= len(digests)]]
+        self._held[row.name] = hold = _Hold(row.namespace, ends, digests if row.pinned else digests[:0])
+        self._table.wish(hold.ends, holders=1)
+        self._table.wish(hold.pinned, pins=1)
 
-    def _let_go(self, row: SessionRow) -> None:
-        """The session no longer holds these anchors: window parts that nobody needs leave every tier."""
-        layout = (
-            self._catalog.namespaces[row.namespace].layout
-            if row.namespace in self._catalog.namespaces
-            else None
-        )
-        ends = [end for end in self.hold(row, -1) if self._table.holders[end] == 0]
-        room = self._room()
-        if room is None or layout is None:
+    def release(self, name: str) -> None:
+        """The session holds nothing any more (lock held)."""
+        hold = self._held.pop(name, None)
+        if hold is not None:
+            self._count_down(hold)
+
+    def _let_go(self, hold: _Hold) -> None:
+        """These anchors are held once less: window parts that nobody needs then leave every tier (lock held)."""
+        ends = [int(end) for end in self._count_down(hold) if end >= 0 and self._table.holders[end] == 0]
+        room, namespace = self._room(), self._catalog.namespaces.get(hold.namespace)
+        if room is None or namespace is None:
             return
-        parts = [part for end in ends for part in unneeded_window_parts(self._table, layout, end)]
+        parts = [part for end in ends for part in unneeded_window_parts(self._table, namespace.layout, end)]
         if parts:
             room.release(list(dict.fromkeys(parts)), Cause.RELEASED)
+
+    def _count_down(self, hold: _Hold) -> Rows:
+        """Returns the rows at whose ends the anchors are, -1 where one is not here."""
+        self._table.free_if_empty(self._table.wish(hold.pinned, pins=-1))
+        self._lock.notify_all()
+        return self._table.wish(hold.ends, holders=-1)

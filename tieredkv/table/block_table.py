@@ -65,6 +65,7 @@ class BlockTable:
         self._free: list[int] = []
         self._index = KeyIndex()
         self._gone: dict[bytes, None] = {}
+        self._wishes: dict[bytes, tuple[int, int]] = {}  # holders and pins that outlive a row, by digest
         self.digest = np.zeros((_START_ROWS, DIGEST_NBYTES), dtype=np.uint8)
         self.slot = np.full((len(Tier), self.num_groups, _START_ROWS), -1, dtype=np.int32)
         for name, (dtype, empty) in _ROW_COLUMNS.items():
@@ -171,6 +172,27 @@ class BlockTable:
         self.digest[rows] = digests
         self.namespace[rows] = namespace
         self._index.insert(rows, self._words)
+        if self._wishes:
+            for row, digest in zip(rows.tolist(), digests, strict=True):
+                self.holders[row], self.pins[row] = self._wishes.get(digest.tobytes(), (0, 0))
+        return rows
+
+    def wish(self, digests: Digests, *, holders: int = 0, pins: int = 0) -> Rows:
+        """Count holders of the boundaries after these blocks, or pins on them, whether they are here yet or not.
+
+        Returns:
+            Their rows, -1 where a block is not here.
+        """
+        for digest in map(bytes, digests):
+            so_far = self._wishes.pop(digest, (0, 0))
+            wanted = so_far[0] + holders, so_far[1] + pins
+            assert min(wanted) >= 0, f"wishes of {so_far} changed by {holders} holders, {pins} pins"
+            if wanted != (0, 0):
+                self._wishes[digest] = wanted
+        rows = self.find(digests)
+        there = rows[rows >= 0]
+        np.add.at(self.holders, there, holders)
+        np.add.at(self.pins, there, pins)
         return rows
 
     def _reserve(self, num_rows: int) -> None:
