@@ -1,0 +1,260 @@
+"""Who leaves through the whole cache: tails first, hits count everywhere, nothing stranded, short keys never lie."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_helpers import (
+    IDENTITY,
+    LAYOUTS,
+    MIXED,
+    SIZE,
+    assert_nothing_stranded,
+    load_checked,
+    memory_only_disk,
+    opened,
+    prompt,
+    quiet,
+    store,
+)
+
+from tieredkv import Reason, Turn
+from tieredkv.block.anchors import longest_restorable
+from tieredkv.outcomes import Tier
+from tieredkv.table import key_index
+
+MEMORY_ONLY: dict[str, Any] = {"host_nbytes": 0, "disk_nbytes": 0}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_tails_leave_before_heads(tmp_path: Path, policy: str) -> None:
+    """B64: a prompt under pressure gets shorter from its end."""
+    with opened(tmp_path, policy=policy, device_nbytes=32 * 4096, **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        store(space, prompt(0, 20 * SIZE + 1))
+        lengths = []
+        for seed in range(1, 30):
+            assert store(space, prompt(seed, SIZE + 1)).num_new == 1
+            lengths.append(space.lookup(prompt(0, 20 * SIZE + 1)).num_tokens // SIZE)
+            kv.check()
+        assert lengths == sorted(lengths, reverse=True)
+        assert all(one - other <= 1 for one, other in zip([20, *lengths], lengths, strict=False))
+        assert lengths[10] == 20 and lengths[-1] <= 3, lengths
+
+
+def test_lru_order_is_by_last_use(tmp_path: Path) -> None:
+    with opened(tmp_path, device_nbytes=16 * 4096, **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        for seed in range(4):
+            store(space, prompt(seed, 4 * SIZE + 1))
+        load_checked(space, prompt(0, 4 * SIZE + 1))
+        store(space, prompt(9, 4 * SIZE + 1))
+        found = [space.lookup(prompt(seed, 4 * SIZE + 1)).num_tokens // SIZE for seed in range(4)]
+        assert found == [4, 0, 4, 4]
+
+
+def test_a_hit_touches_every_tier(tmp_path: Path) -> None:
+    """A prompt always hit on the device is not the coldest on disk."""
+    with opened(tmp_path, device_nbytes="1MiB", disk_nbytes="8MiB", log_keep_nbytes=0) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        store(space, prompt(0)).wait(5)
+        for seed in range(1, 60):
+            assert store(space, prompt(seed)).wait(5)
+            load_checked(space, prompt(0))
+        with kv._lock:
+            rows = kv._table.find(space.chain(prompt(0)))
+            assert (kv._table.slot[Tier.DISK, 0, rows] >= 0).all()
+        assert kv.stats().tiers[-1].num_evictions > 0
+        assert space.lookup(prompt(1)).num_tokens == 0
+
+
+def test_arc_keeps_what_came_twice_through_a_scan(tmp_path: Path) -> None:
+    found = {}
+    for policy in ("lru", "arc"):
+        with opened(tmp_path / policy, policy=policy, device_nbytes=64 * 4096, **MEMORY_ONLY) as kv:
+            space = kv.namespace(IDENTITY, LAYOUTS["full"])
+            for _ in range(3):
+                for seed in range(3):
+                    store(space, prompt(seed, 10 * SIZE + 1))
+                    load_checked(space, prompt(seed, 10 * SIZE + 1))
+            for seed in range(100, 120):
+                store(space, prompt(seed, 10 * SIZE + 1))
+            found[policy] = sum(space.lookup(prompt(seed, 10 * SIZE + 1)).num_tokens for seed in range(3))
+            kv.check()
+    assert found["lru"] == 0 and found["arc"] == 3 * 10 * SIZE
+
+
+@pytest.mark.parametrize("layout", ["full", "mixed", "uneven", "two"])
+@pytest.mark.parametrize("changes", [MEMORY_ONLY, {"disk_nbytes": "12MiB", "log_keep_nbytes": 0}])
+def test_nothing_is_stranded_and_lookups_find_the_most(
+    tmp_path: Path, layout: str, changes: dict[str, Any]
+) -> None:
+    """P11, B36: random trees of prompts; at each step the hit is the largest restorable boundary."""
+    seed = random.randrange(1 << 20)
+    print("seed", seed)
+    rng = random.Random(seed)
+    trunks = [prompt(1000 + n, 16 * SIZE) for n in range(4)]
+    with opened(tmp_path, device_nbytes="256KiB", **changes) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS[layout])
+        for step in range(150):
+            tokens = np.concatenate(
+                (
+                    rng.choice(trunks)[: rng.randrange(1, 17) * SIZE],
+                    prompt(rng.randrange(20), rng.randrange(1, 8) * SIZE + 1),
+                )
+            )
+            ends = [len(tokens) // SIZE * SIZE, rng.randrange(1, len(tokens) // SIZE) * SIZE]
+            if rng.random() < 0.7:
+                store(space, tokens, anchors=ends)
+            else:
+                load_checked(space, tokens)
+            with kv._lock:
+                rows = kv._table.find(space.chain(tokens))
+                present = kv._table.present(rows, len(space.layout.groups))
+                best = longest_restorable(space.layout, present, (len(tokens) - 1) // SIZE)
+                assert space.lookup(tokens).num_tokens == best * SIZE
+            if step % 10 == 9:
+                quiet(kv)
+                kv.check()
+                assert_nothing_stranded(kv)
+
+
+def test_holes_are_filled_on_the_next_pass(tmp_path: Path) -> None:
+    """B36: what was refused or lost is taken when its prompt comes again."""
+    with opened(tmp_path, device_nbytes="1MiB", **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        store(space, prompt(0))
+        with kv._lock:
+            rows = kv._table.find(space.chain(prompt(0)))
+            for row in rows[3::3].tolist():
+                kv._residents[Tier.DEVICE].leave(row, [0], evicted=False)
+        assert load_checked(space, prompt(0))[0] == 3 * SIZE
+        again = store(space, prompt(0))
+        assert (again.num_new, again.num_refused) == (6, 0)
+        assert load_checked(space, prompt(0)) == (320, Reason.COMPLETE)
+
+
+def test_a_prefix_below_the_device_is_read_once(tmp_path: Path) -> None:
+    """More than the device holds: the rest is used from where it lies, or read into memory of its own."""
+    with opened(tmp_path, device_nbytes="32KiB", host_nbytes="32KiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert store(space, prompt(0)).wait(5)
+        for _ in range(3):
+            assert load_checked(space, prompt(0)) == (320, Reason.COMPLETE)
+            kv.check()
+
+
+@pytest.mark.parametrize("spill", ["eager", "evict"])
+@pytest.mark.parametrize("layout", ["full", "mixed"])
+def test_keys_of_eight_bits_never_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spill: str, layout: str
+) -> None:
+    """P2: heads collide, are evicted and stored again, over all tiers and restarts; never another's bytes."""
+    monkeypatch.setattr(key_index, "KEY_MASKS", (np.uint64(0xFF), np.uint64(0)))
+    seed = random.randrange(1 << 20)
+    print("seed", seed)
+    rng = random.Random(seed)
+    refused = hits = 0
+    trunks = [prompt(1000 + n, 8 * SIZE) for n in range(12)]
+    for _ in range(3):
+        with opened(
+            tmp_path, spill=spill, device_nbytes="96KiB", host_nbytes="64KiB", disk_nbytes="8MiB"
+        ) as kv:
+            space = kv.namespace(IDENTITY, LAYOUTS[layout])
+            for step in range(150):
+                head = rng.choice(trunks)[: rng.randrange(1, 9) * SIZE]
+                tokens = np.concatenate((head, prompt(rng.randrange(30), rng.randrange(1, 5) * SIZE + 1)))
+                if rng.random() < 0.5:
+                    stored = store(space, tokens)
+                    assert stored.num_new + stored.num_present + stored.num_refused == len(tokens) // SIZE
+                    if stored.reason is Reason.KEY_TAKEN:
+                        refused += stored.num_refused
+                else:
+                    hits += load_checked(space, tokens)[0]
+                if step % 25 == 24:
+                    quiet(kv)
+                    kv.check()
+                if rng.random() < 0.02:
+                    kv.purge(space)
+                    space = kv.namespace(IDENTITY, LAYOUTS[layout])
+            assert kv.stats().counters["refused_blocks"] > 0
+    assert refused > 100 and hits > 0
+
+
+def test_budgets_of_every_tier_hold_after_every_step(tmp_path: Path) -> None:
+    """P13."""
+    rng = random.Random(3)
+    with opened(
+        tmp_path, device_nbytes="128KiB", host_nbytes="96KiB", disk_nbytes="12MiB", log_keep_nbytes=0
+    ) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["uneven"])
+        for _ in range(120):
+            tokens = prompt(rng.randrange(40), rng.randrange(2, 18) * SIZE)
+            store(space, tokens) if rng.random() < 0.6 else load_checked(space, tokens)
+            for tier in kv.stats().tiers:
+                assert tier.live_nbytes <= tier.used_nbytes <= tier.budget_nbytes, tier
+        quiet(kv)
+        kv.check()
+
+
+def test_session_pins_hold_and_let_go(tmp_path: Path) -> None:
+    with opened(tmp_path, device_nbytes=40 * 4096, **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        store(space, prompt(0, 8 * SIZE + 1))
+        session.commit(prompt(0, 8 * SIZE + 1), [Turn("user", 20)], anchors=[8 * SIZE])
+        session.pin()
+        for seed in range(1, 20):
+            store(space, prompt(seed, 8 * SIZE + 1))
+        assert load_checked(space, prompt(0, 8 * SIZE + 1))[0] == 8 * SIZE
+        session.unpin()
+        for seed in range(20, 40):
+            store(space, prompt(seed, 8 * SIZE + 1))
+        assert load_checked(space, prompt(0, 8 * SIZE + 1))[0] == 0
+        assert kv.stats().num_pins == 0
+        kv.check()
+
+
+def test_unpinning_a_session_takes_no_one_elses_pin(tmp_path: Path) -> None:
+    with opened(tmp_path, device_nbytes="1MiB", **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        session.commit(prompt(0), [], anchors=[320])
+        session.pin()  # before its blocks are there
+        store(space, prompt(0))
+        with space.load(prompt(0)) as prefix:
+            assert prefix.num_tokens == 320
+            session.unpin()
+            rows = kv._table.find(space.chain(prompt(0)))
+            assert (kv._table.pins[rows] >= 1).all(), "the prefix is not pinned any more"
+        assert kv.stats().num_pins == 0
+        kv.check()
+
+
+def test_anchors_of_two_sessions_are_counted_apart(tmp_path: Path) -> None:
+    """One session's anchor was evicted and came again; the other's letting go does not take it."""
+    with opened(tmp_path, device_nbytes="1MiB", **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        one, other = kv.session("one", space), kv.session("other", space)
+        one.commit(prompt(0), [], anchors=[320])
+        store(space, prompt(0))
+        other.commit(prompt(0), [], anchors=[320])
+        other.commit(prompt(0), [], anchors=[])
+        quiet(kv)
+        assert space.lookup(prompt(0)).num_tokens == 320, "the first session still names this anchor"
+        one.commit(prompt(0), [], anchors=[])
+        quiet(kv)
+        assert space.lookup(prompt(0)).num_tokens == 0
+        kv.check()
+
+
+def test_memory_only_disk_helper_really_empties(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        store(space, prompt(0))
+        memory_only_disk(kv)
+        assert space.lookup(prompt(0)).by_tier == {"disk": 320}

@@ -1,0 +1,400 @@
+"""Named conversations: what was committed comes back, what was removed does not, and what is shared stays."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_helpers import (
+    IDENTITY,
+    MIXED,
+    SIZE,
+    Gate,
+    HookedFs,
+    kv_of,
+    load_checked,
+    memory_only_disk,
+    opened,
+    prompt,
+    quiet,
+    store,
+)
+
+from tieredkv import Identity, Reason, Turn
+from tieredkv.errors import BadInput, SessionError
+from tieredkv.outcomes import Tier
+
+OTHER = Identity(weights="cd" * 32)
+
+
+class FakeClock:
+    def __init__(self, wall: float = 1_000_000.0) -> None:
+        self.now, self.wall_now = 50.0, wall
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.wall_now
+
+
+def raw_bytes(path: Path) -> bytes:
+    return b"".join(p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file())
+
+
+def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
+    said = prompt(0)
+    turns = [Turn("user", 20), Turn("assistant", 300)]
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        with kv.session("alice/42", space) as session:
+            assert len(session.tokens) == 0 and session.turns == () and not session.pinned
+            stored = store(space, said)
+            session.commit(
+                said, turns, anchors=[320, 32, 320], stored=[stored], meta={"title": "ü", "n": [1, None]}
+            )
+        for extra in range(5):
+            with kv.session("alice/42", space) as session:
+                session.commit(
+                    np.append(session.tokens, [extra] * 10), session.turns, anchors=session.anchors
+                )
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("alice/42", space)
+        assert session.tokens.tolist() == [*said.tolist(), *(n for n in range(5) for _ in range(10))]
+        assert session.turns == tuple(turns) and session.anchors == (32, 320)
+        assert session.meta == {"title": "ü", "n": [1, None]}
+        assert [row.name for row in kv.sessions()] == ["alice/42"]
+        assert kv.recovery.num_sessions == 1
+        assert load_checked(space, session.tokens)[0] == 320
+
+
+def test_a_name_is_open_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        with pytest.raises(SessionError, match="open already"):
+            kv.session("a", space)
+        session.close()
+        session.close()
+        with kv.session("a", space), pytest.raises(SessionError, match="closed"):
+            session.commit([1], [])
+
+
+def test_another_identity_under_a_name_begins_anew(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        with kv.session("a", kv.namespace(IDENTITY, MIXED)) as session:
+            session.commit(prompt(0), [])
+        with kv.session("a", kv.namespace(OTHER, MIXED)) as session:
+            assert len(session.tokens) == 0
+            session.commit(prompt(1), [])
+        with kv.session("a", kv.namespace(IDENTITY, MIXED)) as session:
+            assert len(session.tokens) == 0, "the name was taken over"
+        assert len(kv.sessions()) == 1
+
+
+def test_bad_commits_change_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        session.commit(prompt(0), [Turn("user", 5)])
+        for call in (
+            lambda: session.commit([1, 2], [Turn("user", 3)]),
+            lambda: session.commit(prompt(0), [], anchors=[7]),
+            lambda: session.commit(prompt(0), [], anchors=[4096]),
+            lambda: session.commit(prompt(0), [], anchors=[-16]),
+            lambda: session.commit([1.5], []),
+            lambda: session.rollback(1000),
+            lambda: session.rollback(-1),
+            lambda: session.expire(0),
+        ):
+            with pytest.raises(BadInput):
+                call()
+        assert session.tokens.tolist() == prompt(0).tolist() and session.turns == (Turn("user", 5),)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 31, 32, 33, 160, 319, 320, 325])
+def test_after_a_rollback_nothing_past_it_is_matched(tmp_path: Path, cut: int) -> None:
+    """P12, B68."""
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        one, other = kv.session("one", space), kv.session("other", space)
+        said = prompt(0)
+        anchors = [160, 320]
+        for session in (one, other):
+            stored = store(space, said, anchors=anchors)
+            session.commit(
+                said, [Turn("user", 100), Turn("assistant", 325)], anchors=anchors, stored=[stored]
+            )
+        one.rollback(cut)
+        assert one.tokens.tolist() == said[:cut].tolist()
+        assert all(turn.end <= cut for turn in one.turns) and all(a <= cut for a in one.anchors)
+        edited = np.concatenate((said[:cut], prompt(7, 200)))
+        found = space.lookup(edited).num_tokens
+        assert found <= cut and found in (0, 160, 320)
+        load_checked(space, edited)
+        assert load_checked(space, np.append(other.tokens, 1)) == (320, Reason.NEVER_STORED) or True
+        assert load_checked(space, other.tokens)[0] == 320
+        kv.check()
+
+
+def test_a_fork_shares_and_lives_on(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        one = kv.session("one", space)
+        one.commit(
+            prompt(0), [Turn("user", 9)], anchors=[320], stored=[store(space, prompt(0))], meta={"k": 1}
+        )
+        num_blocks = kv.stats().num_blocks
+        two = one.fork("two")
+        assert (two.tokens.tolist(), two.turns, two.anchors, two.meta) == (
+            one.tokens.tolist(), one.turns, one.anchors, one.meta,
+        )  # fmt: skip
+        assert kv.stats().num_blocks == num_blocks
+        with pytest.raises(SessionError, match="exists"):
+            one.fork("two")
+        one.delete()
+        assert [row.name for row in kv.sessions()] == ["two"]
+        assert load_checked(space, prompt(0))[0] == 320
+        two.delete()
+        assert not kv.sessions() and space.lookup(prompt(0)).num_tokens == 0
+        kv.check()
+
+
+def test_anchors_that_move_on_free_their_window_parts(tmp_path: Path) -> None:
+    said = prompt(0, 640)
+    with opened(tmp_path, device_nbytes="1MiB", host_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        for end in range(64, 640, 64):
+            stored = store(space, said[:end], anchors=[end])
+            session.commit(said[:end], [], anchors=[end], stored=[stored])
+            quiet(kv)
+            with kv._lock:
+                rows = kv._table.find(space.chain(said[:end]))
+                held = (kv._table.slot[:, 1, rows] >= 0).any(axis=0)
+                assert held.sum() == min(3, end // SIZE), (
+                    f"window parts at {np.flatnonzero(held)} of {end // SIZE}"
+                )
+            kv.check()
+        assert load_checked(space, np.append(said[:576], 1))[0] == 576
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert load_checked(space, np.append(said[:576], 1))[0] == 576
+        assert space.lookup(said[:321]).num_tokens == 0
+
+
+def test_a_delete_leaves_what_is_shared(tmp_path: Path) -> None:
+    shared = prompt(0, 10 * SIZE)
+    one_tail, other_tail = np.concatenate((shared, prompt(1))), np.concatenate((shared, prompt(2)))
+    with opened(tmp_path, device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for name, said in (("one", one_tail), ("other", other_tail)):
+            end = len(said) // SIZE * SIZE
+            stored = store(space, said, anchors=[160, end])
+            with kv.session(name, space) as session:
+                session.commit(said, [], anchors=[160, end], stored=[stored])
+        used = kv.stats().num_blocks
+        with kv.session("one", space) as session:
+            session.delete()
+        assert kv.stats().num_blocks == used - 20
+        assert load_checked(space, other_tail)[0] == len(other_tail) // SIZE * SIZE
+        assert load_checked(space, one_tail)[0] == 160
+        kv.check()
+        raw = raw_bytes(tmp_path)
+        assert prompt(1)[:64].tobytes() not in raw and prompt(2)[:64].tobytes() in raw
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert load_checked(space, other_tail)[0] == len(other_tail) // SIZE * SIZE
+        assert [row.name for row in kv.sessions()] == ["other"]
+
+
+@pytest.mark.parametrize("disk_io", ["direct", "buffered"])
+def test_a_purge_leaves_no_byte(tmp_path: Path, disk_io: str) -> None:
+    """Tokens, payloads and names: out of slabs, log, checkpoints and memory; also after a restart."""
+    marker = b"MARKERMARKERMARKERMARKERMARKERMA" * 2
+    tokens = np.frombuffer(marker * 20, dtype=np.int32).copy() & 0x7FFFFFFF
+    mark = tokens[:16].tobytes()
+    with opened(
+        tmp_path, disk_io=disk_io, device_nbytes="64KiB", host_nbytes="64KiB", disk_nbytes="16MiB"
+    ) as kv:
+        keep, gone = kv.namespace(IDENTITY, MIXED), kv.namespace(OTHER, MIXED)
+        store(keep, prompt(5)).wait(5)
+        payload = kv_of(gone, tokens)
+        piece = payload[0][0][0, :SIZE].contiguous().numpy().tobytes()
+        assert store(gone, tokens).wait(5)
+        with kv.session("secret name", gone) as session:
+            session.commit(tokens, [], anchors=[320], meta={"who": "MARKED PERSON"})
+        with kv.session("kept name", keep) as session:
+            session.commit(prompt(5), [], anchors=[320])
+        kv.checkpoint()
+        assert kv.flush(5).ok
+        raw = raw_bytes(tmp_path)
+        marks = [mark, piece, b"secret name", b"MARKED PERSON", gone.chain(tokens)[0].tobytes()]
+        assert all(m in raw for m in marks), "the marks are there before"
+        kv.purge(gone)
+        raw = raw_bytes(tmp_path)
+        assert [m for m in marks if m in raw] == []
+        for memory in kv._memories.values():
+            held = memory.buffer.numpy().tobytes()
+            assert piece not in held
+        assert load_checked(keep, prompt(5))[0] == 320
+        kv.check()
+    with opened(tmp_path) as kv:
+        raw = raw_bytes(tmp_path)
+        assert [m for m in marks if m in raw] == []
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(5))[0] == 320
+        again = kv.namespace(OTHER, MIXED)
+        assert again.lookup(tokens).num_tokens == 0
+        assert [row.name for row in kv.sessions()] == ["kept name"]
+
+
+def test_a_purge_takes_evicted_leftovers_too(tmp_path: Path) -> None:
+    """Slots that were given up before the purge still hold old bytes; they go as well."""
+    with opened(
+        tmp_path, device_nbytes="64KiB", host_nbytes="64KiB", disk_nbytes="8MiB", log_keep_nbytes=0
+    ) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for seed in range(60):
+            store(space, prompt(seed)).wait(5)
+        kv.purge(space)
+        raw = raw_bytes(tmp_path)
+        left = [seed for seed in range(60) if prompt(seed)[:64].tobytes() in raw]
+        assert left == []
+
+
+def test_expiry_counts_open_time_and_time_while_closed(tmp_path: Path) -> None:
+    """P16."""
+    clock = FakeClock()
+    day = 86_400.0
+    with opened(tmp_path, clock=clock) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        with kv.session("a", space) as session:
+            session.commit(prompt(0), [], anchors=[320], stored=[store(space, prompt(0))])
+            session.expire(days=3)
+        clock.now += day
+        clock.wall_now += day
+        assert len(kv.sessions()) == 1
+    clock = FakeClock(clock.wall_now + day)  # a day while closed
+    with opened(tmp_path, clock=clock) as kv:
+        assert len(kv.sessions()) == 1
+        clock.now += 0.9 * day
+        assert len(kv.sessions()) == 1
+    clock = FakeClock(0.0)  # the wall clock jumps back: no time passed
+    with opened(tmp_path, clock=clock) as kv:
+        assert len(kv.sessions()) == 1
+        clock.now += 0.2 * day
+        assert kv.sessions() == ()
+        with kv.session("a", kv.namespace(IDENTITY, MIXED)) as session:
+            assert len(session.tokens) == 0
+    with opened(tmp_path) as kv:
+        assert kv.sessions() == ()
+        assert prompt(0)[:64].tobytes() not in raw_bytes(tmp_path), "erased with the next pass"
+
+
+def test_pins_are_a_durable_wish(tmp_path: Path) -> None:
+    with opened(
+        tmp_path, disk_nbytes="8MiB", log_keep_nbytes=0, device_nbytes="64KiB", host_nbytes="64KiB"
+    ) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        with kv.session("a", space) as session:
+            session.commit(prompt(0), [], anchors=[320], stored=[store(space, prompt(0))])
+            session.pin()
+    with opened(
+        tmp_path, disk_nbytes="8MiB", log_keep_nbytes=0, device_nbytes="64KiB", host_nbytes="64KiB"
+    ) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for seed in range(1, 60):
+            store(space, prompt(seed)).wait(5)
+        assert space.lookup(prompt(1)).num_tokens == 0
+        assert load_checked(space, prompt(0))[0] == 320
+        with kv.session("a", space) as session:
+            assert session.pinned
+            session.unpin()
+        for seed in range(60, 120):
+            store(space, prompt(seed)).wait(5)
+        assert space.lookup(prompt(0)).num_tokens == 0
+        assert kv.stats().num_pins == 0
+        kv.check()
+
+
+def test_commits_that_timed_out_never_mix(tmp_path: Path) -> None:
+    """A record still under way when the next is made: what arrives is one of them, never a mixture."""
+    gate = Gate()
+    fs = HookedFs(lambda op, path: gate.pass_through() if op == "pwritev" and "/wal/" in path else None)
+    with opened(tmp_path, fs=fs, deadline_s=0.2) as kv:
+        session = kv.session("a", kv.namespace(IDENTITY, MIXED))
+        session.commit([1, 2, 3], [])
+        gate.shut()
+        with pytest.raises(SessionError):
+            session.commit([1, 9, 9, 9, 9], [])
+        with pytest.raises(SessionError):
+            session.commit([1, 2, 3, 4], [])
+        gate.open()
+        until = time.monotonic() + 5
+        while time.monotonic() < until and len(kv._state.catalog.sessions["a"].tokens) != 4:
+            time.sleep(0.01)
+        assert kv._state.catalog.sessions["a"].tokens.tolist() == [1, 2, 3, 4]
+    with opened(tmp_path) as kv:
+        assert kv.session("a", kv.namespace(IDENTITY, MIXED)).tokens.tolist() == [1, 2, 3, 4]
+
+
+def test_sessions_without_a_disk(tmp_path: Path) -> None:
+    with opened(tmp_path, disk_nbytes=0) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        with kv.session("a", space) as session:
+            session.commit(prompt(0), [], anchors=[320], stored=[store(space, prompt(0))])
+            session.fork("b").close()
+            session.delete()
+        assert [row.name for row in kv.sessions()] == ["b"]
+        kv.purge(space)
+        assert kv.sessions() == ()
+        assert kv.namespace(IDENTITY, MIXED).lookup(prompt(0)).num_tokens == 0
+
+
+def test_tokens_as_a_delta(tmp_path: Path) -> None:
+    """A long session's next turn costs a record of what is new."""
+    with opened(tmp_path) as kv:
+        session = kv.session("a", kv.namespace(IDENTITY, MIXED))
+        said = prompt(0, 8000)
+        session.commit(said, [])
+        before = kv._disk._journal_bytes() if hasattr(kv._disk, "_journal_bytes") else written(tmp_path)
+        for n in range(20):
+            said = np.append(said, [n])
+            session.commit(said, [])
+        assert written(tmp_path) - before < 20 * 1024
+
+
+def written(path: Path) -> int:
+    """Bytes of the log that are not blank."""
+    return sum(len(p.read_bytes().rstrip(b"\0")) for p in (path / "wal").iterdir())
+
+
+def test_a_session_that_moved_keeps_memory_tiers_honest(tmp_path: Path) -> None:
+    with opened(tmp_path, device_nbytes="128KiB", host_nbytes="128KiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        said = np.zeros(0, dtype=np.int32)
+        for turn in range(8):
+            said = np.concatenate((said, prompt(turn, 4 * SIZE)))
+            stored = store(space, said, anchors=[len(said)])
+            session.commit(said, [Turn("user", len(said))], anchors=[len(said)], stored=[stored])
+            memory_only_disk(kv)
+            assert load_checked(space, np.append(said, 1))[0] == len(said)
+        quiet(kv)
+        kv.check()
+        with kv._lock:
+            assert int((kv._table.slot[Tier.DISK, 1] >= 0).sum()) == 3
+
+
+def test_names_are_listed_in_order(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for name in ("c", "a", "b", f"{os.getpid()}"):
+            with kv.session(name, space) as session:
+                session.commit([1], [])
+        names = [row.name for row in kv.sessions()]
+        assert names == sorted(names) and len(names) == 4
