@@ -66,3 +66,9 @@ def small_document(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("document") / "handbook.txt"
     path.write_text(own_document()[:3300])
     return path
+
+
+@pytest.fixture
+def tiny_script() -> dict[str, object]:
+    """A script as a job carries it."""
+    return {"document_name": "d", "document": "text", "questions": {"anna": ["Who?"]}, "num_answer_tokens": 4}

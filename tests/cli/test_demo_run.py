@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from tieredkv.cli.app import app
 from tieredkv.cli.demo import Trigger, first_difference
 from tieredkv.cli.report import figures
 
@@ -39,6 +41,11 @@ def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode in (0, 1), done.stderr  # 1: a figure was not met, as the ratio at this scale
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def invoke(*arguments: str) -> Any:
+    """A command, in this process."""
+    return CliRunner().invoke(app, list(arguments))
 
 
 def test_last_line_is_one_object(outcome: dict[str, Any]) -> None:
@@ -71,20 +78,20 @@ def test_terminal_shows_budgets_answers_kill_and_recovery(done: subprocess.Compl
     assert "(interrupted: again from the question)" in shown
 
 
-def test_kept_store_is_whole(outcome: dict[str, Any], store: Path, run_command: Any) -> None:
-    stat = json.loads(run_command("stat", str(store), "--json").stdout)
+def test_kept_store_is_whole(outcome: dict[str, Any], store: Path) -> None:
+    stat = json.loads(invoke("stat", str(store), "--json").stdout)
     assert [session["name"] for session in stat["sessions"]] == ["anna", "bruno", "clara"]
     assert all(session["num_turns"] == 7 for session in stat["sessions"])
-    checked = run_command("fsck", str(store), "--json")
-    assert checked.returncode == 0, checked.stdout
+    checked = invoke("fsck", str(store), "--json")
+    assert checked.exit_code == 0, checked.stdout
     report = json.loads(checked.stdout)
     assert report["counts"] == {"ok": report["num_parts"]} and report["num_parts"] == outcome["disk_parts"]
     for command in ("stat", "fsck"):
-        assert str(store) in run_command(command, str(store)).stdout
+        assert str(store) in invoke(command, str(store)).stdout
 
 
 def test_repair_drops_what_a_flipped_byte_spoilt(
-    outcome: dict[str, Any], store: Path, run_command: Any, tmp_path: Path
+    outcome: dict[str, Any], store: Path, tmp_path: Path
 ) -> None:
     copy = shutil.copytree(store, tmp_path / "copy")
     slab = max((copy / "slabs").iterdir(), key=lambda path: path.stat().st_blocks)
@@ -93,11 +100,11 @@ def test_repair_drops_what_a_flipped_byte_spoilt(
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    found = run_command("fsck", str(copy), "--repair", "--json")
-    assert found.returncode == 2, found.stderr
+    found = invoke("fsck", str(copy), "--repair", "--json")
+    assert found.exit_code == 2, found.stderr
     report = json.loads(found.stdout)
     assert report["repaired"] and [part["verdict"] for part in report["bad"]] == ["corrupt"]
-    assert run_command("fsck", str(copy), "--json").returncode == 0
+    assert invoke("fsck", str(copy), "--json").exit_code == 0
 
 
 def test_a_store_that_was_used_serves_again_unless_it_is_held(
