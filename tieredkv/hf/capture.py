@@ -9,6 +9,7 @@ so after any crop or reorder, never by the forward that completed it.
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from ..namespace import Namespace
 from ..outcomes import Stored
 from .identity import LayerFacts, ModelFacts, inner_model
 from .layers import FullLayer, WindowLayer, check_lengths
+
+log = logging.getLogger("tieredkv.hf")
 
 Tokens = npt.NDArray[np.int32]
 
@@ -121,11 +124,16 @@ class CapturingCache(Cache):  # type: ignore[misc]
         for layer in self.window_layers():
             layer.captured.clear()
 
-    def expect(self, ids: Tokens, new_ids_only: bool = False) -> None:
+    def expect(self, ids: Tokens, num_new: int = 0, new_ids_only: bool = False) -> None:
         """Announce the prompt of one `generate` call: what it forwards must agree with `ids`.
 
-        `new_ids_only` says that the call is given only the ids behind the cache, with a mask over all.
+        Args:
+            num_new: how many tokens the call may generate, if that is known: layers make room for them.
+            new_ids_only: the call is given only the ids behind the cache, with a mask over all.
         """
+        for layer in self.holding_layers():
+            if isinstance(layer, FullLayer):
+                layer.num_expected = len(ids) + num_new if num_new else 0
         self._expected = ids
         self._new_ids_only = new_ids_only
         self._generating = False
@@ -277,10 +285,10 @@ class CapturingCache(Cache):  # type: ignore[misc]
         try:
             stored = self.space.store(self._record[:end], self._spans(end, named), anchors=named)
         except TieredKVError as error:
-            self.trouble = str(error)
+            self._note(str(error))
             return None
         if stored.num_refused:
-            self.trouble = f"{stored.num_refused} blocks were refused: {stored.reason}"
+            self._note(f"{stored.num_refused} blocks were refused: {stored.reason}")
         else:
             self._num_stored = max(end, self._num_stored)
             self._named.update(named)
@@ -291,6 +299,11 @@ class CapturingCache(Cache):  # type: ignore[misc]
         """What was stored since this was last asked."""
         taken, self.stored = self.stored, []
         return taken
+
+    def _note(self, trouble: str) -> None:
+        if not self.trouble:
+            log.warning("blocks are not kept: %s", trouble)
+        self.trouble = trouble
 
     def _spans(self, end: int, anchors: Sequence[int]) -> Mapping[int, Sequence[Span]]:
         """Full layers from the first token on: blocks that are still there cost nothing, lost ones come back."""

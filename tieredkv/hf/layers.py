@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..errors import BadInput, Unsupported
 
 _STATE_NAMES = ("keys", "values")
-_LEAST_SPARE = 64
+_LEAST_SPARE, _MOST_SPARE = 64, 8192
 
 
 class StateBuffer:
@@ -104,7 +104,12 @@ class GrowingMixin:
 
 
 class FullLayer(GrowingMixin, DynamicLayer):  # type: ignore[misc]
-    """All keys and values since the first token, `[B, H, S, D]`, growing in place."""
+    """All keys and values since the first token, `[B, H, S, D]`, growing in place.
+
+    `num_expected` is the length to make room for, where it is known.
+    """
+
+    num_expected = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -130,7 +135,9 @@ class FullLayer(GrowingMixin, DynamicLayer):  # type: ignore[misc]
         if grown is None:
             length = held.shape[2] + new.shape[2]
             if buffer is None or not buffer.fits(new, length):
-                self.reserve(name, new, spacious(length))
+                self.reserve(
+                    name, new, self.num_expected if self.num_expected >= length else spacious(length)
+                )
                 buffer = self._buffers()[name]
             grown = buffer.append(buffer.load(held), new)
             assert grown is not None, f"{length} tokens do not fit a buffer of {buffer.capacity}"
@@ -244,7 +251,7 @@ class WindowLayer(GrowingMixin, DynamicSlidingWindowLayer):  # type: ignore[misc
         if grown is not None:
             return grown
         if held.shape[2] + new.shape[2] > self._most:
-            return torch.cat([held, new], dim=2)
+            return torch.cat([held, new], dim=2) if held.shape[2] else new
         buffer = self._buffer_for(name, held, new.shape[2])
         grown = buffer.append(buffer.load(held), new)
         assert grown is not None, f"{held.shape[2]} + {new.shape[2]} tokens do not fit {buffer.capacity}"
@@ -265,8 +272,8 @@ class WindowLayer(GrowingMixin, DynamicSlidingWindowLayer):  # type: ignore[misc
 
 
 def spacious(num_tokens: int) -> int:
-    """How large a buffer for `num_tokens` is made, so that growing costs a constant number of copies a token."""
-    return num_tokens + max(_LEAST_SPARE, num_tokens // 2)
+    """How large a buffer for `num_tokens` is made where nobody knows how many will follow."""
+    return num_tokens + min(max(_LEAST_SPARE, num_tokens // 2), _MOST_SPARE)
 
 
 def num_removed(tokens_to_remove: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from ..cache import TieredCache
@@ -23,6 +24,7 @@ class LiveModel:
         self.cache_name = cache_argument(model)
         self._salt = salt
         self._mark = b""
+        self._lock = threading.Lock()
         self._facts: ModelFacts
         self._space: Namespace
         self.refresh()
@@ -43,20 +45,18 @@ class LiveModel:
     def device(self) -> Any:
         return inner_model(self.model).device
 
-    def refresh(self) -> bool:
-        """Describe the model again if it changed; True if its namespace is another one now.
+    def refresh(self) -> None:
+        """Describe the model again if it changed; its namespace may be another one then.
 
         Raises:
             Unsupported: it became a model whose KV cannot be kept.
         """
-        mark = fingerprint(self.model)
-        if mark == self._mark:
-            return False
-        before = self._space.digest if self._mark else None
-        self._facts = read_model(self.model, self.kv.config.block_size, self._salt)
-        self._space = self.kv.namespace(self._facts.identity, self._facts.layout)
-        self._mark = mark
-        return before is not None and before != self._space.digest
+        with self._lock:
+            mark = fingerprint(self.model)
+            if mark != self._mark:
+                self._facts = read_model(self.model, self.kv.config.block_size, self._salt)
+                self._space = self.kv.namespace(self._facts.identity, self._facts.layout)
+                self._mark = mark
 
     def rehash(self) -> None:
         """Hash every weight again: needed after writing a parameter through `.data`."""

@@ -33,12 +33,12 @@ class Restored:
     seconds: float
 
 
-def restore(space: Namespace, cache: CapturingCache, tokens: Tokens, num_coming: int) -> Restored:
+def restore(space: Namespace, cache: CapturingCache, tokens: Tokens, num_new: int = 0) -> Restored:
     """Fill the empty `cache` with the longest restorable prefix of `tokens`, at least one token short of it.
 
     Args:
-        num_coming: tokens that will follow the prefix: full layers get room for them, so that the first
-            forward copies nothing.
+        num_new: tokens that will follow `tokens`, if that is known: full layers get room for all of them, so
+            that no forward copies what is restored.
     """
     assert cache.num_tokens == 0, f"a restore goes into an empty cache, this one holds {cache.num_tokens}"
     began = time.perf_counter()
@@ -48,7 +48,7 @@ def restore(space: Namespace, cache: CapturingCache, tokens: Tokens, num_coming:
             f"a prefix of {num_tokens} leaves nothing to compute of {len(tokens)}"
         )
         if num_tokens:
-            _fill(cache, prefix, num_tokens + num_coming)
+            _fill(cache, prefix, len(tokens) + num_new if num_new else spacious(len(tokens)))
             cache.restored(tokens[:num_tokens])
     seconds = time.perf_counter() - began
     return Restored(num_tokens, dict(prefix.by_tier), str(prefix.reason), prefix.detail, seconds)
@@ -64,7 +64,7 @@ def _fill(cache: CapturingCache, prefix: Prefix, capacity: int) -> None:
         for spec in facts.specs():
             heads, _, width = spec.shape
             like = torch.empty((1, heads, 0, width), dtype=spec.torch_dtype, device=facts.device)
-            room = spacious(length) if isinstance(layer, WindowLayer) else spacious(capacity)
+            room = spacious(length) if isinstance(layer, WindowLayer) else capacity
             held = layer.reserve(spec.name, like, room)[:, :, :length]
             outs[facts.index, spec.name] = held[0]
             states.append((layer, spec.name, held))

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -283,9 +284,11 @@ class ChatSession:
 
     def close(self) -> None:
         """End a streaming answer, keep what it said, and let the session's memory go."""
-        self._end_answer()
-        self._drop_cache()
-        self._record.close()
+        try:
+            self._end_answer()
+        finally:
+            self._drop_cache()
+            self._record.close()
 
     # Inside: a turn
 
@@ -368,7 +371,7 @@ class ChatSession:
         cache.want([self._boundary(len(tokens)), self._branch, *self._heads()])
         self._cache, self._attached = cache, tokens
         self._num_skipped = cache.num_tokens if assisted else 0
-        cache.expect(tokens, new_ids_only=self._num_skipped > 0)
+        cache.expect(tokens, num_new, new_ids_only=self._num_skipped > 0)
         self._explain = replace(explain, diverged_at=diverged_at, restore_s=time.perf_counter() - began)
         device = self._live.device
         return {
@@ -389,7 +392,7 @@ class ChatSession:
             return own, Explain(len(tokens), shared, {"session": shared}, str(reason))
         self._drop_cache()
         cache = self._live.new_cache()
-        got = restore(space, cache, tokens, len(tokens) - hit.num_tokens + num_new)
+        got = restore(space, cache, tokens, num_new)
         # Full parts that reach beyond any anchor: a branch is about to form where they end.
         self._branch = hit.num_full_tokens if hit.num_full_tokens > got.num_tokens else 0
         return cache, Explain(len(tokens), got.num_tokens, got.by_tier, got.reason, got.detail)
@@ -452,10 +455,10 @@ class ChatSession:
         meta = {k: v for k, v in self._record.meta.items() if k not in ("chat", "check")}
         if messages is None:
             return meta
-        old = list(zip(self._record.turns, self._messages or (), self._places, strict=False))
-        places = [
-            p for (t, m, p), turn, said in zip(old, turns, messages, strict=False) if (t, m) == (turn, said)
-        ]
+        shared = common_prefix(tokens, self.tokens)
+        old = zip(self._record.turns, self._messages or (), turns, messages, strict=False)
+        num_same = sum(1 for _ in takewhile(lambda row: row[:2] == row[2:] and row[0].end <= shared, old))
+        places = self._places[:num_same]
         for i in range(len(places), len(messages)):
             shares_span = i == 1 and turns[0].role == "system"
             start = turns[i - 1].end if i and not shares_span else 0

@@ -28,10 +28,11 @@ Place = list[int] | str
 """Where a message's text lies in a session's ids, else the text: see `locate`."""
 
 PLAIN_TEMPLATE = (
-    "{{ bos_token or '' }}{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"
-    "\n\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    "{{ bos_token or '' }}{% for message in messages %}{{ message['role'] | capitalize }}:"
+    "{{ '' if message['role'] == 'assistant' else ' ' }}{{ message['content'] }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For tokenizers that bring no chat template."""
+"""For tokenizers that bring no chat template. An answer brings its own leading space, as it was generated."""
 
 _MARK = "tieredkv-answer-5b1e0c"
 """Stands for a message's content while a template is rendered; no template and no user writes it."""
@@ -113,12 +114,16 @@ class Template:
         return text
 
     def _rest(self, messages: Sequence[Message], tokens: Tokens) -> str | None:
-        """The text behind the last answer, or None if the template no longer puts the same text before it."""
+        """The text behind the last answer; None if the template rewrites that answer or what is before it."""
         if len(messages) < 2 or messages[-2]["role"] != "assistant":
             return None
+        said = messages[-2]["content"]
         marked = [*messages[:-2], {"role": "assistant", "content": _MARK}, messages[-1]]
         head, mark, rest = self.render(marked, answer_follows=True).partition(_MARK)
         if not mark or head != self.render(messages[:-2], answer_follows=True):
+            return None
+        # Trimmed space around an answer is no rewriting; its ids are what the model really said.
+        if self.render(messages, answer_follows=True) not in (head + said + rest, head + said.strip() + rest):
             return None
         # An answer that ended by itself already holds the token that the template writes after it.
         last = self.decode(tokens[-1:], keep_special=True)
