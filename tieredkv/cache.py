@@ -280,6 +280,7 @@ class TieredCache:
             lock=self._lock, table=self._table, residents=self._residents, mover=self._mover,
             spiller=self._spiller, eager=self.config.spill == "eager", counters=self._counters,
             deadline_s=self.deadline_s, drop_failed=self._drop_failed, drop_stranded=self._room.drop_stranded,
+            look_again=self._room.look_again,
             identity_differences=self._identity_differences, check_open=self.check_open,
         )  # fmt: skip
 

@@ -53,6 +53,7 @@ class Core:
     deadline_s: float
     drop_failed: Callable[[Sequence[tuple[int, int]], Cause], None]
     drop_stranded: Callable[[Sequence[int]], object]
+    look_again: Callable[[], None]
     identity_differences: Callable[[NamespaceRow], list[str]]
     check_open: Callable[[], None]
 
@@ -223,6 +224,7 @@ class Namespace:
         with self._core.lock:
             self._core.table.pins[rows] -= 1
             assert not (self._core.table.pins[rows] < 0).any(), "a prefix was unpinned twice"
+            self._core.look_again()
             self._core.lock.notify_all()
 
     # ---- store ---------------------------------------------------------------------------------

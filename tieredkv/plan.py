@@ -64,29 +64,48 @@ def is_restorable(table: BlockTable, layout: BlockLayout, row: int) -> bool:
     return True
 
 
-def stranded(table: BlockTable, layout_of: Callable[[int], BlockLayout], rows: Iterable[int]) -> list[int]:
-    """Blocks that no restorable boundary needs, climbing from blocks that lost a last copy.
+def stranded(
+    table: BlockTable, layout_of: Callable[[int], BlockLayout], rows: Iterable[int]
+) -> tuple[list[int], list[int]]:
+    """Blocks that no restorable boundary needs, seen from blocks that lost a last copy.
 
-    From each of `rows`, first everything below it (nothing below can be reached without it), then upward
-    while the boundary after a block is not restorable and no other branch hangs there. A pinned or moving
-    block stops the climb: it goes when it is free.
+    From each of `rows`, if it lost its full part, first everything below it, which cannot be reached; then upward
+    while the boundary after a block is not restorable and no other branch hangs there.
+
+    Returns:
+        The blocks that go, and those that would, but for being pinned or moving: to be looked at again.
     """
     gone: dict[int, None] = {}
+    held: dict[int, None] = {}
     for row in rows:
-        below = [row]
+        below = list(table.children(row)) if lacks_full(table, layout_of(row), row) else []
         while below:
             here = below.pop()
             below.extend(table.children(here))
-            if here != row and not table.is_held(here):
-                gone[here] = None
+            (held if table.is_held(here) else gone)[here] = None
         above = row
-        while above >= 0 and not table.is_held(above):
+        while above >= 0:
             branches = any(child not in gone for child in table.children(above))
             if branches or is_restorable(table, layout_of(above), above):
                 break
+            if table.is_held(above):
+                held[above] = None
+                break
             gone[above] = None
             above = int(table.parent[above])
-    return list(gone)
+    return list(gone), list(held)
+
+
+def lacks_full(table: BlockTable, layout: BlockLayout, row: int) -> bool:
+    """Is the block's full part nowhere, so that nothing below it can be reached?"""
+    full = layout.full_group
+    return full is not None and not bool((table.slot[:, full, row] >= 0).any())
+
+
+def first_gap(table: BlockTable, layout: BlockLayout, row: int) -> int:
+    """The block nearest the head, of `row` and those above it, whose full part is nowhere; else `row`."""
+    gaps = [above for above in table.ancestors(row, len(table)) if lacks_full(table, layout, above)]
+    return gaps[-1] if gaps else row
 
 
 def last_copies(table: BlockTable, tier: Tier, row: int, groups: Iterable[int]) -> list[int]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .block.layout import BlockLayout
 from .outcomes import Counters, Tier
-from .plan import last_copies, leaving_groups, stranded, tail_in_tier
+from .plan import first_gap, last_copies, leaving_groups, stranded, tail_in_tier
 from .residency import Residency, Slots
 from .spiller import Cause, Parts, Spiller
 from .table.block_table import BlockTable
@@ -53,8 +53,10 @@ class Room:
         self._counters = counters
         self._deadline_s = deadline_s
         self._makers = {tier: threading.Lock() for tier in Tier}
+        self._held_up: set[tuple[int, bytes]] = set()  # rows with their keys, for a row may change hands
         if spiller is not None:
             spiller.reserve = lambda nbytes, count, until: self.reserve(Tier.DISK, nbytes, count, until)
+            spiller.on_moved = self.look_again
 
     def reserve(
         self, tier: Tier, part_nbytes: int, count: int, until: float, incoming: Sequence[bytes] = ()
@@ -269,9 +271,20 @@ class Room:
     def drop_stranded(self, lost: Iterable[int]) -> Ticket:
         """What the loss of last copies made unreachable goes too, in every tier (lock held)."""
         table = self._table
-        rows = stranded(table, self._layout_of, [r for r in lost if table.namespace[r] >= 0])
-        self._counters.add("stranded_blocks", len(rows))
+        rows, held = stranded(table, self._layout_of, [r for r in lost if table.namespace[r] >= 0])
+        self._held_up.update((row, table.key_of(row)) for row in held)
+        if rows:
+            self._counters.add("stranded_blocks", len(rows))
         return self.release([(r, g) for r in rows for g in range(table.num_groups)], Cause.EVICTED)
+
+    def look_again(self) -> None:
+        """Blocks that were held when they should have gone go when they are free, if nobody needs them (lock held)."""
+        table = self._table
+        free = {(row, key) for row, key in self._held_up if not table.is_held(row)}
+        if free:
+            self._held_up -= free
+            rows = [row for row, key in free if table.namespace[row] >= 0 and table.key_of(row) == key]
+            self.drop_stranded({first_gap(table, self._layout_of(row), row) for row in rows})
 
     def release(self, parts: Parts, cause: Cause) -> Ticket:
         """Take `parts` out of every tier, those of held blocks excepted (lock held).

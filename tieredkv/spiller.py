@@ -92,7 +92,6 @@ class Spiller:
 
     Args:
         lock: the metadata lock; no I/O happens under it.
-        reserve: `(part_nbytes, count, deadline) → slots` on DISK, evicting where it must.
         layout_of: a row's layout.
         namespace_digest: a namespace number's digest.
     """
@@ -126,6 +125,7 @@ class Spiller:
         self.reserve: Callable[[int, int, float], Slots] = lambda _nbytes, _count, _until: np.empty(
             0, np.int64
         )
+        self.on_moved: Callable[[], None] = lambda: None
         self.trouble: str | None = None
         self.troubled_at = 0.0  # monotonic, when trouble began
         self._off_until = 0.0
@@ -419,6 +419,7 @@ class Spiller:
         for part in zip(rows.tolist(), groups.tolist(), strict=True):
             for spilling in self._in_flight.pop(part):
                 spilling.ended(failed=failed)
+        self.on_moved()
 
     def _failed(self, error: Exception) -> None:
         self._counters.add("disk_write_errors")
