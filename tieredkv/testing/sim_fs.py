@@ -90,6 +90,9 @@ class SimFs:
         capacity_nbytes: of the file system; beyond it writes and reservations are ENOSPC.
         direct: whether it has direct transfers; then they must be aligned.
         before_op: called before each change, with the disk locked; crash images are frozen here.
+
+    Attributes:
+        struck_at, struck_path: the operation at which a fault struck last, and on what.
     """
 
     image: Image | None = None
@@ -102,6 +105,8 @@ class SimFs:
     num_ops: int = 0
     num_open: int = 0
     off: bool = False
+    struck_at: int = -1
+    struck_path: str = ""
 
     def __post_init__(self) -> None:
         self.disk = SimDisk(self.image)
@@ -125,6 +130,7 @@ class SimFs:
             self.num_ops += 1
         for fault in self.faults:
             if fault.effect != "delay" and fault.fires(call, path):
+                self.struck_at, self.struck_path = self.num_ops, path
                 if fault.effect == "fail":
                     raise OSError(fault.error, os.strerror(fault.error), path)
                 return fault

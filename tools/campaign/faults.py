@@ -84,7 +84,7 @@ def _faulted(seed: int, findings: Findings, digests: set[bytes]) -> bool:
     with observed(events):
         opened = _live(life, rng, findings, where)
     if fault.num_fired and opened:
-        _judge_counting(life, fault, findings, where)
+        _judge_counting(life, fault, findings, where, f"{phase_of(events, fs.struck_at)} on {fs.struck_path}")
     oracle = Oracle()
     oracle.add(events.kept)
     for at, power, image in images:
@@ -96,6 +96,11 @@ def _faulted(seed: int, findings: Findings, digests: set[bytes]) -> bool:
             )
             findings.add(examination.of(image))
     return bool(fault.num_fired)
+
+
+def phase_of(events: Events, at: int) -> str:
+    """What the life was doing at a position: the last event noted before it."""
+    return next((f"{e.what} {e.args.get('name', '')}" for e in reversed(events.kept) if e.at <= at), "open")
 
 
 def _live(life: Life, rng: random.Random, findings: Findings, where: str) -> bool:
@@ -119,10 +124,10 @@ def _live(life: Life, rng: random.Random, findings: Findings, where: str) -> boo
     return True
 
 
-def _judge_counting(life: Life, fault: Fault, findings: Findings, where: str) -> None:
+def _judge_counting(life: Life, fault: Fault, findings: Findings, where: str, struck: str) -> None:
     """Something the caller can see has changed: a counter, the health, an error, or a miss with its reason."""
     if fault.effect in ("fail", "short", "keep", "revert") and not (life.errors or life.noticed):
-        findings.uncounted_failures.append(where)
+        findings.uncounted_failures.append(f"{where}, struck in {struck}")
 
 
 def jobs(seed: int, num_lives: int, per_batch: int = 20) -> Iterator[tuple[str, Callable[[Say], Any]]]:

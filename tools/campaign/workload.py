@@ -7,7 +7,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,6 +220,7 @@ class Life:
         if flushed.ok:
             self._note("closed")
         self.noticed.update(flushed.failures)
+        self._notice_counts(self.cache._counters.snapshot())
         self._cache = None
 
     def finish(self) -> None:
@@ -229,11 +230,15 @@ class Life:
 
     def _notice(self) -> None:
         """Remember what was counted as a failure; an opening begins new counts."""
-        for name, count in self.cache.stats().counters.items():
-            if count and any(word in name for word in _FAILURE_WORDS):
-                self.noticed.add(name)
+        self._notice_counts(self.cache.stats().counters)
         self.noticed.update(trouble.what for trouble in self.cache.health().troubles)
         self.noticed.update(self.cache.recovery.damage)
+
+    def _notice_counts(self, counters: Mapping[str, int]) -> None:
+        failures = (
+            name for name, count in counters.items() if count and any(w in name for w in _FAILURE_WORDS)
+        )
+        self.noticed.update(failures)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -262,7 +267,7 @@ class Life:
         space = self.space(prompt.tenant)
         digests = prompt.digests(space)
         end = len(digests) * BLOCK_SIZE
-        anchors = sorted({self._rng.choice((BLOCK_SIZE * 2, end)), end})
+        anchors = sorted({min(end, self._rng.choice((BLOCK_SIZE * 2, end))), end})
         self._note("storing", tenant=prompt.tenant, tokens=list(prompt.tokens), digests=digests)
         self._prompts = [*self._prompts[-30:], prompt]
         stored = space.store(prompt.ids(), prompt.kv(space), anchors=anchors)
