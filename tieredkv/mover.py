@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .block.hashing import keys_of
 from .block.layout import BlockLayout, TensorSpec
 from .outcomes import Counters, Reason, Tier
 from .prefix import Segment
@@ -137,7 +138,7 @@ class Mover:
             wanted = blocks[missing[group, blocks]]
             if not len(wanted):
                 continue
-            keys = [self._table.key_of(row) for row in rows[wanted].tolist()]
+            keys = keys_of(self._table.digest[rows[wanted]])
             slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(wanted), until, keys)
             if len(slots) < len(wanted):
                 taken = min(taken, int(np.searchsorted(blocks, wanted[len(slots)])))
@@ -203,7 +204,7 @@ class Mover:
             return [], [Failure(row, group, Reason.EVICTED) for row in gone.tolist()]
         below = np.flatnonzero(coming.tiers != Tier.DEVICE)
         if len(below):
-            keys = [self._table.key_of(row) for row in rows[below].tolist()]
+            keys = keys_of(self._table.digest[rows[below]])
             slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(below), until, keys)
             coming.targets[below[: len(slots)]] = slots
         scratch, failures = self._bring(part_nbytes, group, coming, until)

@@ -265,9 +265,17 @@ class Namespace:
     def _remember_tokens(self, ids: Tokens, digests: Digests, missing: npt.NDArray[np.bool_]) -> None:
         """For the slot headers of blocks that will be spilled (lock held)."""
         if self._core.spiller is not None:
-            size, new = self.layout.block_size, np.flatnonzero(missing.any(axis=0)).tolist()
+            new = np.flatnonzero(missing.any(axis=0))
+            names, body, size = (
+                digests[new].tobytes(),
+                ids.astype("<i4").tobytes(),
+                4 * self.layout.block_size,
+            )
             self._core.spiller.remember_tokens(
-                {digests[b].tobytes(): ids[b * size : b * size + size] for b in new}
+                {
+                    names[32 * i : 32 * i + 32]: body[b * size : b * size + size]
+                    for i, b in enumerate(new.tolist())
+                }
             )
 
     def _missing(
@@ -298,7 +306,7 @@ class Namespace:
             spilling = self._spill(rows[:taken])
             core.table.uses[rows] -= 1
             if taken < len(rows):
-                core.drop_stranded([int(rows[taken])])
+                core.drop_stranded(rows[taken:][::-1].tolist())
             core.table.free_if_empty(rows)
             core.lock.notify_all()
         num_new = int(missing.any(axis=0).sum())

@@ -145,9 +145,22 @@ class Room:
     # ---- who -----------------------------------------------------------------------------------
 
     def _choose(self, resident: Residency, nbytes: int, incoming: Sequence[bytes]) -> Parts:
-        """Parts that go next, at the tails of the chains that the policy names; now moving (lock held)."""
+        """Parts that go next, at the tails of the chains that the policy names; now moving (lock held).
+
+        Where the tails of the first victims are all held, more victims are asked for.
+        """
+        asked, leaving = nbytes, Parts()
+        while not leaving:
+            leaving = self._tails(resident, nbytes, resident.victims(asked, incoming))
+            if asked >= resident.policy.nbytes:
+                break
+            asked *= 4
+        self._start_moves({row for row, _ in leaving})
+        return leaving
+
+    def _tails(self, resident: Residency, nbytes: int, victims: Sequence[int]) -> Parts:
         table, leaving, chosen, got = self._table, Parts(), set[int](), 0
-        for row in resident.victims(nbytes, incoming):
+        for row in victims:
             while row in chosen:  # a block above it was named before: its chain goes on upward
                 row = int(table.parent[row])
             tail = tail_in_tier(table, resident.tier, row, chosen) if row >= 0 else -1
@@ -159,7 +172,6 @@ class Room:
             got += sum(resident.stride_nbytes(tail, group) for group in groups)
             if got >= nbytes:
                 break
-        self._start_moves(chosen)
         return leaving
 
     def _choose_chunk(self, resident: Residency, stride: int) -> Parts:
@@ -278,7 +290,7 @@ class Room:
         return self.release([(r, g) for r in rows for g in range(table.num_groups)], Cause.EVICTED)
 
     def look_again(self) -> None:
-        """Blocks that were held when they should have gone go when they are free, if nobody needs them (lock held)."""
+        """Blocks that should have gone while they were held go when free, if nobody needs them (lock held)."""
         table = self._table
         free = {(row, key) for row, key in self._held_up if not table.is_held(row)}
         if free:

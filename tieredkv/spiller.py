@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .block.hashing import Digests, Tokens
+from .block.hashing import Digests
 from .block.layout import BlockLayout
 from .outcomes import Counters, Tier
 from .residency import Residency, Slots
@@ -31,9 +31,9 @@ from .tier.tensor import TensorTier
 from .units import MiB
 from .wal.records import DROP, DROP_DTYPE, PUT, PUT_DTYPE
 
-_BATCH_NBYTES = 32 * MiB
+_BATCH_NBYTES = 64 * MiB
 _QUEUE_NBYTES = 256 * MiB
-_NUM_WORKERS = 2
+_NUM_WORKERS = 3
 _RETRY_S = 1.0
 
 Parts = list[tuple[int, int]]
@@ -155,10 +155,9 @@ class Spiller:
         """Whether any part is on its way to the disk (lock held)."""
         return bool(self._in_flight)
 
-    def remember_tokens(self, tokens: Mapping[bytes, Tokens]) -> None:
-        """Keep the token ids of blocks, by digest, until their slot headers hold them (lock held)."""
-        for digest, ids in tokens.items():
-            self._tokens[digest] = ids.astype("<i4").tobytes()
+    def remember_tokens(self, tokens: Mapping[bytes, bytes]) -> None:
+        """Keep blocks' token ids (int32, little endian) by digest until their slot headers hold them (lock held)."""
+        self._tokens.update(tokens)
 
     def forget_tokens(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
