@@ -137,8 +137,8 @@ def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
     state, damage = State(), list[str]()
     checkpoint = restore(fs, path, found, state, damage)
     log = LogRead(fs, f"{path}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
-    for first_lsn, run in log.runs():
-        state.apply(first_lsn, run)
+    for lsns, run in log.gathered():
+        state.apply(lsns, run)
     num_salvaged = 0
     if log.end.end is End.CORRUPT or checkpoint is None:
         num_salvaged = _salvage(fs, path, state)

@@ -167,7 +167,8 @@ class BlockTable:
         reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
         fresh = count - len(reused)
         self._reserve(self._next_row + fresh)
-        rows = np.array(reused + list(range(self._next_row, self._next_row + fresh)), dtype=np.int32)
+        rows = np.arange(self._next_row - len(reused), self._next_row + fresh, dtype=np.int32)
+        rows[: len(reused)] = reused
         self._next_row += fresh
         self.digest[rows] = digests
         self.namespace[rows] = namespace
@@ -198,8 +199,8 @@ class BlockTable:
     def _reserve(self, num_rows: int) -> None:
         if num_rows <= self._capacity:
             return
-        # Twice while small; an eighth more when large, so that a big table does not carry a second one.
-        grown = max(num_rows, self._capacity * 2 if self._capacity < 1 << 16 else self._capacity * 9 // 8)
+        # Twice while small; a quarter more when large, so that a big table does not carry a second one.
+        grown = max(num_rows, self._capacity * 2 if self._capacity < 1 << 16 else self._capacity * 5 // 4)
         more = grown - self._capacity
         self.digest = np.concatenate((self.digest, np.zeros((more, DIGEST_NBYTES), dtype=np.uint8)))
         empty_slots = np.full((len(Tier), self.num_groups, more), -1, dtype=np.int32)
@@ -331,52 +332,67 @@ class BlockTable:
 
     # ---- durable changes -----------------------------------------------------------------------
 
-    def apply(self, first_lsn: int, run: Run) -> Rows:
+    def apply(self, lsns: int | npt.NDArray[np.int64], run: Run) -> Rows:
         """Apply logged records; the only way the durable part changes.
+
+        Args:
+            lsns: each record's LSN, or the first's if they follow one another.
 
         Returns:
             The rows that the records named, -1 where a record named nothing that is here.
         """
         records: Any = run.records
         if run.kind == PUT:
-            return self._apply_put(first_lsn, records)
+            each = np.arange(lsns, lsns + len(records)) if isinstance(lsns, int) else lsns
+            return self._apply_put(each, records)
         assert run.kind == DROP, f"the block table knows kinds {PUT} and {DROP}, not {run.kind}"
         return self._apply_drop(records)
 
-    def _apply_put(self, first_lsn: int, records: Any) -> Rows:
-        digests = np.ascontiguousarray(records["digest"])
-        rows = self.find(digests)
-        if (rows < 0).any():
-            self._adopt(records, rows)
-            rows = self.find(digests)
+    def _apply_put(self, lsns: npt.NDArray[np.int64], records: Any) -> Rows:
+        rows = self._adopt(records)
         held = rows >= 0
-        at, groups, kept = rows[held], records["group"][held].astype(np.int64), records[held]
-        self.slot[Tier.DISK, groups, at] = kept["slot"].astype(np.int32)
-        self.checksum[groups, at] = kept["checksum"]
-        self.put_seq[groups, at] = kept["put_seq"]
-        self.lsn[groups, at] = first_lsn + np.flatnonzero(held).astype(np.uint64)
+        if not held.all():
+            rows_held, records, lsns = rows[held], records[held], lsns[held]
+        else:
+            rows_held = rows
+        groups = records["group"].astype(np.int64)
+        self.slot[Tier.DISK, groups, rows_held] = records["slot"].astype(np.int32)
+        self.checksum[groups, rows_held] = records["checksum"]
+        self.put_seq[groups, rows_held] = records["put_seq"]
+        self.lsn[groups, rows_held] = lsns.astype(np.uint64)
         return rows
 
-    def _adopt(self, records: Any, rows: Rows) -> None:
-        """Make rows for blocks that only the log knows: replay, or a block dropped while it was written."""
+    def _adopt(self, records: Any) -> Rows:
+        """The row of each put, made for blocks that only the log knows: in a replay, or dropped while written.
+
+        -1 where another digest holds the key.
+        """
+        digests = np.ascontiguousarray(records["digest"])
+        keys = key_words(digests)
+        rows = self._index.find(keys, self._words)
         unknown = np.flatnonzero(rows < 0)
-        keys = key_words(np.ascontiguousarray(records["digest"][unknown]))
-        free = self._index.find(keys, self._words) < 0
-        unknown = unknown[free & is_first(keys)]
-        if not unknown.size:
-            return
-        new = records[unknown]
-        made = np.empty(len(new), dtype=np.int32)
-        for namespace in sorted(set(new["namespace"].tolist())):
-            mine = new["namespace"] == namespace
-            made[mine] = self._new_rows(namespace, np.ascontiguousarray(new["digest"][mine]))
-        parents = self.find(np.ascontiguousarray(new["parent"]))
+        if unknown.size:
+            fresh = unknown[is_first((keys[0][unknown], keys[1][unknown]))]
+            rows[fresh] = self._make(records["namespace"][fresh], digests[fresh], records["parent"][fresh])
+            if len(fresh) < len(unknown):
+                rows = self._index.find(keys, self._words)
+        rows[self._differs(rows, digests)] = -1
+        return rows
+
+    def _make(self, namespaces: npt.NDArray[Any], digests: Digests, parents: Digests) -> Rows:
+        """New rows, linked to their parents where those are here; in a replay `settle` completes that."""
+        made = np.empty(len(digests), dtype=np.int32)
+        for namespace in np.unique(namespaces).tolist():
+            mine = namespaces == namespace
+            made[mine] = self._new_rows(namespace, digests[mine])
+        above = self.find(np.ascontiguousarray(parents))
         if self.replaying:
-            self.parent[made] = parents
-            return
-        for row, parent in zip(made.tolist(), parents.tolist(), strict=True):
+            self.parent[made] = above
+            return made
+        for row, parent in zip(made.tolist(), above.tolist(), strict=True):
             if parent >= 0 and parent != row:
                 self._link_chain(np.array([parent, row], dtype=np.int32))
+        return made
 
     def _apply_drop(self, records: Any) -> Rows:
         rows = self.find(np.ascontiguousarray(records["digest"]))

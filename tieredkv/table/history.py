@@ -156,10 +156,10 @@ def _replay_to(reading: Reading, base: CheckpointRef, lsn: int) -> State:
     if base.lsn:
         state.restore(read_checkpoint(reading.fs, reading.path, base))
     log = LogRead(reading.fs, f"{reading.path}/{WAL}", reading.found.segments, base.lsn)
-    for first_lsn, run in log.runs():
-        if first_lsn > lsn:
-            break
-        state.apply(first_lsn, Run(run.kind, run.records[: lsn + 1 - first_lsn]))
+    for lsns, run in log.gathered():
+        each = np.arange(lsns, lsns + len(run)) if isinstance(lsns, int) else lsns
+        count = int(np.searchsorted(each, lsn, side="right"))
+        state.apply(each[:count], Run(run.kind, run.records[:count]))
     state.settle()
     return state
 

@@ -31,6 +31,9 @@ def key_words(digests: Digests) -> tuple[_Words, _Words]:
 
 def is_first(keys: tuple[_Words, _Words]) -> npt.NDArray[np.bool_]:
     """Where each distinct key stands for the first time: bool `[n]`."""
+    alike = np.sort(keys[0])
+    if not (alike[1:] == alike[:-1]).any():
+        return np.ones(len(alike), dtype=np.bool_)
     order = np.lexsort(keys)
     ordered = keys[0][order], keys[1][order]
     again = (ordered[0][1:] == ordered[0][:-1]) & (ordered[1][1:] == ordered[1][:-1])

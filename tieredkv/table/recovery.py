@@ -16,7 +16,7 @@ from ..outcomes import RecoveryReport
 from ..system import Clock, Fs, Lock, SystemClock
 from ..tier import slab_format
 from ..wal.format import CheckpointRef, LogPosition, SegmentHeader, segment_name
-from ..wal.reader import End, Head, LogRead, SegmentInfo, refuse_newer, scan_segments
+from ..wal.reader import End, Head, LogRead, Lsns, SegmentInfo, refuse_newer, scan_segments
 from ..wal.records import Run
 from .checkpoint import (
     is_checkpoint,
@@ -42,8 +42,8 @@ class Recoverable(Protocol):
         """Take over a checkpoint's arrays; raises CorruptFormat where they make no sense."""
         ...
 
-    def apply(self, first_lsn: int, run: Run) -> object:
-        """Apply one run of records, as live use does."""
+    def apply(self, lsns: int | Lsns, run: Run) -> object:
+        """Apply records as live use does, by the first LSN or each one's; between others, puts before drops."""
         ...
 
 
@@ -173,8 +173,8 @@ def recover(
     damage: list[str] = []
     checkpoint = restore(fs, store_dir, found, state, damage)
     log = LogRead(fs, f"{store_dir}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
-    for first_lsn, run in log.runs():
-        state.apply(first_lsn, run)
+    for lsns, run in log.gathered():
+        state.apply(lsns, run)
     damage += log.damage
     if strict and damage:
         raise DamagedStore(f"{store_dir} is damaged: " + "; ".join(damage))

@@ -26,6 +26,7 @@ def salvage(store: PartStore, state: State) -> int:
     Returns:
         How many parts were added.
     """
+    state.catch_up()
     batches = [(b.part_nbytes, b.slots[b.sound], b.headers[b.sound]) for b in store.iter_headers()]
     headers = [h for _, _, h in batches]
     if not headers or not sum(map(len, headers)):
@@ -42,6 +43,7 @@ def salvage(store: PartStore, state: State) -> int:
     records["namespace"], records["slot"] = numbers, slots
     records = records[_unknown(state, records)]
     state.apply(0, Run(PUT, records))
+    state.catch_up()
     return len(records)
 
 

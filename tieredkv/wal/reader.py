@@ -40,11 +40,13 @@ from .format import (
     parse_segment_name,
     segment_name,
 )
-from .records import PackedRun, Run, join_runs
+from .records import DROP, PUT, PackedRun, Run, join_runs
 
 _WINDOW_NBYTES = 4 * MiB
 _MAX_RUN_RECORDS = 1 << 14
+_MAX_GATHERED_RECORDS = 1 << 15
 _PackedAt: TypeAlias = tuple[int, PackedRun]
+Lsns: TypeAlias = npt.NDArray[np.int64]
 _UNREADABLE = b"\xff"  # stands for bytes the disk would not give: no frame, and not the zeros of an end
 
 
@@ -278,6 +280,43 @@ class LogRead:
         if group:
             yield from self._joined(first, group)
 
+    def gathered(self) -> Iterator[tuple[int | Lsns, Run]]:
+        """The same records for a replay: runs of many although kinds take turns in the log, with the first LSN, or
+        each one's where they do not follow one another.
+
+        Block records are gathered between records of other kinds, puts before drops: a drop names the put that
+        it ends, so it ends the same puts as in LSN order.
+        """
+        late: dict[int, list[_PackedAt]] = {PUT: [], DROP: []}
+        count = 0
+        for lsn, run in self._packed_runs():
+            group = late.get(run.kind)
+            if group is not None:
+                group.append((lsn, run))
+                count += run.num_records
+            if group is None or count >= _MAX_GATHERED_RECORDS:
+                yield from self._given(late)
+                count = 0
+            if group is None:
+                yield from self._joined(lsn, [run])
+        yield from self._given(late)
+
+    def _given(self, late: dict[int, list[_PackedAt]]) -> Iterator[tuple[int | Lsns, Run]]:
+        for group in late.values():
+            if not group:
+                continue
+            lsns = _lsns_of(group)
+            run = join_runs([packed for _, packed in group])
+            group.clear()
+            fresh = lsns > self.after_lsn
+            if not fresh.all():
+                lsns, run = lsns[fresh], Run(run.kind, np.asarray(run.records)[fresh])
+            if len(lsns):
+                self.num_records += len(lsns)
+                first, last = int(lsns[0]), int(lsns[-1])
+                self.last_lsn = max(self.last_lsn, last)
+                yield first if last - first + 1 == len(lsns) else lsns, run
+
     def _joined(self, first_lsn: int, group: Sequence[PackedRun]) -> Iterator[tuple[int, Run]]:
         skip = max(0, self.after_lsn + 1 - first_lsn)
         run = join_runs(group).after(skip)
@@ -394,6 +433,14 @@ def _opened(fs: Fs, wal_dir: str, number: int) -> Iterator[File]:
         yield file
     finally:
         file.close()
+
+
+def _lsns_of(group: Sequence[_PackedAt]) -> Lsns:
+    """The LSN of each record in `group`."""
+    counts = np.array([packed.num_records for _, packed in group])
+    firsts = np.array([lsn for lsn, _ in group])
+    starts = np.cumsum(counts) - counts
+    return np.repeat(firsts - starts, counts) + np.arange(counts.sum())
 
 
 def _num_used(cells: npt.NDArray[np.uint8]) -> int:
