@@ -466,9 +466,12 @@ class TieredCache:
             self._closed = True
             return Flushed(0, 0)
         until = time.monotonic() + timeout_s
-        if self._room is not None:
-            self._sessions.remove_expired()
-        self._sessions.note_time()
+        try:
+            if self._room is not None:
+                self._sessions.remove_expired()
+            self._sessions.note_time()
+        except SessionError as error:
+            _LOG.warning("closing goes on without this: %s", error)
         flushed = self._flush(until)
         self._closed = True
         if self._spiller is not None:
@@ -476,6 +479,9 @@ class TieredCache:
         if self._disk is not None:
             self._disk.close(until)
         with self._lock:
-            for memory in self._memories.values():
-                memory.close()
+            while self._table.uses.any() and time.monotonic() < until:
+                self._lock.wait(0.05)
+            if not self._table.uses.any():  # else the memory goes with the last call that uses it
+                for memory in self._memories.values():
+                    memory.close()
         return flushed

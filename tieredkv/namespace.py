@@ -172,7 +172,15 @@ class Namespace:
                 rows = found.rows[: found.boundary]
                 held = rows[rows >= 0]  # with windows alone the head of a chain may be gone
                 core.table.pins[held] += 1
-            segments, failed = self._bring_up(rows, until)
+                core.table.uses[held] += 1
+            try:
+                segments, failed = self._bring_up(rows, until)
+            except BaseException:
+                self._unpin(held)
+                raise
+            finally:
+                with core.lock:
+                    core.table.uses[held] -= 1
             if not failed:
                 break
             self._unpin(held)
