@@ -142,6 +142,31 @@ def test_a_mask_with_holes_is_refused_at_commit(bench: Bench) -> None:
     assert bench.stored(ids) == 16
 
 
+def test_positions_that_do_not_continue_the_cache_are_refused(bench: Bench) -> None:
+    cache, _ = bench.attach(bench.ids)
+    assert cache.get_seq_length() == 64
+    for positions in (torch.arange(16), torch.arange(65, 81)):
+        with pytest.raises(BadInput, match="do not continue"):
+            bench.forward(cache, bench.ids[:, 64:], position_ids=positions[None])
+    bench.forward(cache, bench.ids[:, 64:], position_ids=torch.arange(64, 80)[None])
+    cache.check()
+
+
+def test_nothing_is_certain_where_keys_depend_on_the_length(
+    open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = llama(rope_parameters=rope, max_position_embeddings=64)
+    bench = Bench(open_kv(), model, tokenizer)
+    ids = prompt(60, seed=14)
+    cache, attached = bench.attach(ids)
+    got = model.generate(**attached, **{**GREEDY, "max_new_tokens": 20})
+    assert cache.num_certain == 64 and "position 64" in cache.doubt.why
+    bench.session.commit(got)
+    assert bench.stored(got) == 64
+    bench.session.close()
+
+
 # Section 1.3 of what is known of transformers: each way to wrong text without an error
 
 

@@ -7,12 +7,10 @@ second turn in the same process restores nothing.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -29,9 +27,8 @@ from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
 from .restore import restore
 from .stream import Answer, Generation, TextPieces
-from .template import Message, Place, Prompt, Template, checksum, common_prefix, content_at, locate
-
-log = logging.getLogger("tieredkv.hf")
+from .template import Message, Prompt, Template, common_prefix
+from .transcript import Transcript
 
 _OURS = {
     "inputs",
@@ -95,8 +92,7 @@ class ChatSession:
         self._explain: Explain | None = None
         self._running: tuple[float, Generation] | None = None
         self._answer: weakref.ref[Answer] | None = None
-        self._places: list[Place] = []
-        self._messages = self._read_messages()
+        self._transcript = Transcript(template, record)
         if system is not None and not len(self.tokens):
             self.system(system)
 
@@ -122,7 +118,7 @@ class ChatSession:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation as texts; empty for a session of `attach` and `commit`."""
-        return tuple(self._messages or ())
+        return tuple(self._transcript.messages or ())
 
     @property
     def interrupted(self) -> bool:
@@ -155,7 +151,7 @@ class ChatSession:
         """
         if len(self.tokens):
             raise BadInput(f"session {self.name!r} has begun: its system message cannot change")
-        self._messages = [{"role": "system", "content": text}]
+        self._transcript.messages = [{"role": "system", "content": text}]
 
     def send(self, text: str, max_new_tokens: int = 256, **generate_kwargs: Any) -> Answer:
         """Say something and stream the answer. The user's message is committed when this returns.
@@ -249,11 +245,13 @@ class ChatSession:
             raise BadInput(f"cannot roll {len(self.tokens)} tokens back to {end}")
         tokens, anchors = self.tokens[:end], [a for a in self._record.anchors if a <= end]
         kept = [turn for turn in self._record.turns if turn.end <= end]
-        said = None if self._messages is None else self._messages[: len(kept)]
-        self._record.commit(tokens, kept, anchors=anchors, meta=self._meta(tokens, kept, said))
-        if said is not None and self._messages:
-            system = [m for m in self._messages[:1] if m["role"] == "system"]
-            self._messages = said or system
+        said = None if self._transcript.messages is None else self._transcript.messages[: len(kept)]
+        self._record.commit(
+            tokens, kept, anchors=anchors, meta=self._transcript.meta(self._record, tokens, kept, said)
+        )
+        if said is not None and self._transcript.messages:
+            system = [m for m in self._transcript.messages[:1] if m["role"] == "system"]
+            self._transcript.messages = said or system
         return end - self._num_at_hand(end)
 
     def fork(self, name: str) -> ChatSession:
@@ -335,9 +333,9 @@ class ChatSession:
         # The end of the last prompt served to make its answer again; with a new question it is let go.
         lasting = self._lasting(turns, heads)
         anchors = [a for a in self._record.anchors if a <= shared and a in lasting]
-        meta = {**self._meta(ids, turns, messages), "heads": heads}
+        meta = {**self._transcript.meta(self._record, ids, turns, messages), "heads": heads}
         self._record.commit(ids, turns, anchors=anchors, meta=meta)
-        self._messages = messages
+        self._transcript.messages = messages
 
     def _commit_answer(self, tokens: Tokens, turns: Sequence[Turn], messages: list[Message] | None) -> None:
         """Blocks first, then the session record that names them."""
@@ -350,9 +348,9 @@ class ChatSession:
         named = self._lasting(turns, heads) | {self._boundary(prompt_end)}
         anchors = sorted(b for b in named if 0 < b <= len(tokens))
         cache.store_blocks(anchors, again=True)
-        meta = {**self._meta(tokens, turns, messages), "heads": heads}
+        meta = {**self._transcript.meta(self._record, tokens, turns, messages), "heads": heads}
         self._record.commit(tokens, turns, anchors=anchors, stored=cache.take_stored(), meta=meta)
-        self._messages, self._attached = messages, None
+        self._transcript.messages, self._attached = messages, None
         cache.forget_wanted()
 
     def _lasting(self, turns: Sequence[Turn], heads: Sequence[int]) -> set[int]:
@@ -368,6 +366,7 @@ class ChatSession:
         began = time.perf_counter()
         self._attached = None
         cache, explain = self._cache_for(tokens, num_new)
+        cache.forget_wanted()
         cache.want([self._boundary(len(tokens)), self._branch, *self._heads()])
         self._cache, self._attached = cache, tokens
         self._num_skipped = cache.num_tokens if assisted else 0
@@ -444,40 +443,9 @@ class ChatSession:
         return before[-1].end if any(turn.role != "system" for turn in before) else 0
 
     def _spoken(self) -> list[Message]:
-        if self._messages is None:
+        if self._transcript.messages is None:
             raise BadInput(f"session {self.name!r} holds ids without messages: go on with attach and commit")
-        return self._messages
-
-    def _meta(
-        self, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message] | None
-    ) -> dict[str, Any]:
-        """The record's meta with where the messages lie in the tokens; without messages it is no chat."""
-        meta = {k: v for k, v in self._record.meta.items() if k not in ("chat", "check")}
-        if messages is None:
-            return meta
-        shared = common_prefix(tokens, self.tokens)
-        old = zip(self._record.turns, self._messages or (), turns, messages, strict=False)
-        num_same = sum(1 for _ in takewhile(lambda row: row[:2] == row[2:] and row[0].end <= shared, old))
-        places = self._places[:num_same]
-        for i in range(len(places), len(messages)):
-            shares_span = i == 1 and turns[0].role == "system"
-            start = turns[i - 1].end if i and not shares_span else 0
-            places.append(locate(self._template, messages[i], tokens, start, turns[i].end))
-        self._places = places
-        return {**meta, "chat": places, "check": checksum(messages)}
-
-    def _read_messages(self) -> list[Message] | None:
-        """What `_meta` wrote; None if it is not there, or another tokenizer reads other text from the ids."""
-        places, turns = self._record.meta.get("chat"), self._record.turns
-        if places is None:
-            return None if len(self.tokens) else []
-        texts = [content_at(self._template, place, self.tokens) for place in places]
-        messages = [{"role": turn.role, "content": text} for turn, text in zip(turns, texts, strict=False)]
-        if checksum(messages) != self._record.meta.get("check"):
-            log.warning("session %r: this tokenizer reads other messages from its ids", self.name)
-            return None
-        self._places = list(places)
-        return messages
+        return self._transcript.messages
 
     # Inside: the answer that streams
 

@@ -7,7 +7,6 @@ ids before it are kept, as long as the template still puts the same text before 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ log = logging.getLogger("tieredkv.hf")
 
 Message = dict[str, str]
 """`{"role": "system" | "user" | "assistant", "content": text}`."""
-
-Place = list[int] | str
-"""Where a message's text lies in a session's ids, else the text: see `locate`."""
 
 PLAIN_TEMPLATE = (
     "{{ bos_token or '' }}{% for message in messages %}{{ message['role'] | capitalize }}:"
@@ -144,27 +140,3 @@ def common_prefix(one: Tokens, other: Tokens) -> int:
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if differ.size else length
-
-
-def locate(template: Template, message: Message, tokens: Tokens, start: int, end: int) -> Place:
-    """Where a message's text lies in the decoded `tokens[start:end]`, else the text itself.
-
-    What is returned is JSON and small for most messages; `content_at` is the inverse.
-    """
-    text = template.decode(tokens[start:end])
-    at = text.find(message["content"])
-    return [start, end, at, len(message["content"])] if at >= 0 else message["content"]
-
-
-def content_at(template: Template, place: Place, tokens: Tokens) -> str:
-    """The text that `locate` found."""
-    if isinstance(place, str):
-        return place
-    start, end, at, length = place
-    return template.decode(tokens[start:end])[at : at + length]
-
-
-def checksum(messages: Sequence[Message]) -> str:
-    """Tells whether messages read back are those that were written: another tokenizer reads other text."""
-    text = "\0".join(f"{m['role']}\0{m['content']}" for m in messages)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

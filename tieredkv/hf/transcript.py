@@ -1,0 +1,82 @@
+"""The texts of a session's messages, kept in its record as places in its ids: small, and written once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from ..sessions import Session
+from ..table.catalog import Turn
+from .capture import Tokens
+from .template import Message, Template, common_prefix
+
+log = logging.getLogger("tieredkv.hf")
+
+Place = list[int] | str
+"""`[start, end, at, length]`: `length` characters from `at` on in the decoded `ids[start:end]`; else the text."""
+
+_KEYS = ("chat", "check")
+
+
+class Transcript:
+    """The messages of one session.
+
+    Attributes:
+        messages: the conversation, with a system message that may not be recorded yet; None for a session
+            that holds ids without messages.
+    """
+
+    def __init__(self, template: Template, record: Session) -> None:
+        self._template = template
+        self._places: list[Place] = []
+        self.messages: list[Message] | None = self._read(record)
+
+    def meta(
+        self, record: Session, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message] | None
+    ) -> dict[str, Any]:
+        """What the record's meta becomes with these messages, which end in `tokens` as `turns` says."""
+        meta = {key: value for key, value in record.meta.items() if key not in _KEYS}
+        if messages is None:
+            return meta
+        shared = common_prefix(tokens, record.tokens)
+        old = zip(record.turns, self.messages or (), turns, messages, strict=False)
+        num_same = sum(1 for _ in takewhile(lambda row: row[:2] == row[2:] and row[0].end <= shared, old))
+        places = self._places[:num_same]
+        for i in range(len(places), len(messages)):
+            # Some templates write the system message into the first user's: both may lie anywhere up to its end.
+            start = turns[i - 1].end if i > 1 or (i and turns[0].role != "system") else 0
+            places.append(self._locate(messages[i]["content"], tokens, start, turns[i].end))
+        self._places = places
+        return {**meta, "chat": places, "check": _checksum(messages)}
+
+    def _read(self, record: Session) -> list[Message] | None:
+        """What `meta` wrote; None if it is not there, or another tokenizer reads other text from the ids."""
+        places = record.meta.get("chat")
+        if places is None:
+            return None if len(record.tokens) else []
+        texts = [self._text_at(place, record.tokens) for place in places]
+        messages = [{"role": t.role, "content": text} for t, text in zip(record.turns, texts, strict=False)]
+        if _checksum(messages) != record.meta.get("check"):
+            log.warning("session %r: this tokenizer reads other messages from its ids", record.name)
+            return None
+        self._places = list(places)
+        return messages
+
+    def _locate(self, content: str, tokens: Tokens, start: int, end: int) -> Place:
+        at = self._template.decode(tokens[start:end]).find(content)
+        return [start, end, at, len(content)] if at >= 0 else content
+
+    def _text_at(self, place: Place, tokens: Tokens) -> str:
+        if isinstance(place, str):
+            return place
+        start, end, at, length = place
+        return self._template.decode(tokens[start:end])[at : at + length]
+
+
+def _checksum(messages: Sequence[Message]) -> str:
+    """Tells whether messages that were read are those that were written."""
+    text = "\0".join(f"{m['role']}\0{m['content']}" for m in messages)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
