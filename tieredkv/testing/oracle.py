@@ -10,10 +10,11 @@ says which part was put or is about to be dropped.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -33,14 +34,17 @@ from ..wal.records import DROP, PUT
 Part: TypeAlias = tuple[str, int]
 """Digest in hex, layer group."""
 
+EVICTED = 1
+"""The cause in a DROP record of a block that left for want of space."""
+
 _PARENT_AT = HEADER_DTYPE.fields["parent"][1]  # type: ignore[index]
 _MIX_1, _MIX_2, _MIX_3 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def payload(spec: TensorSpec, digest: str, block_size: int) -> torch.Tensor:
-    """The bytes that this tensor of this block has, wherever and whenever it is read: a function of both."""
+def payload(spec: TensorSpec, mark: str, block_size: int) -> torch.Tensor:
+    """The bytes that this tensor of the block with this mark has, wherever and whenever it is read."""
     nbytes = spec.nbytes(block_size)
-    seed = xxhash.xxh3_64_intdigest(f"{digest} {spec.layer} {spec.name}".encode())
+    seed = xxhash.xxh3_64_intdigest(f"{mark} {spec.layer} {spec.name}".encode())
     words = (np.arange(-(-nbytes // 8), dtype=np.uint64) + np.uint64(seed)) * _MIX_1
     words = (words ^ (words >> np.uint64(30))) * _MIX_2
     words = (words ^ (words >> np.uint64(27))) * _MIX_3
@@ -49,14 +53,14 @@ def payload(spec: TensorSpec, digest: str, block_size: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _cached(spec: TensorSpec, digest: str, block_size: int) -> torch.Tensor:
-    return payload(spec, digest, block_size)
+def _cached(spec: TensorSpec, mark: str, block_size: int) -> torch.Tensor:
+    return payload(spec, mark, block_size)
 
 
-def joined(spec: TensorSpec, digests: Sequence[str], block_size: int) -> torch.Tensor:
+def joined(spec: TensorSpec, marks: Sequence[str], block_size: int) -> torch.Tensor:
     """One tensor over consecutive blocks."""
     assert spec.token_axis is not None, "states have no tokens"
-    return torch.cat([_cached(spec, d, block_size) for d in digests], dim=spec.token_axis)
+    return torch.cat([_cached(spec, mark, block_size) for mark in marks], dim=spec.token_axis)
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,25 @@ class Prompt:
     def digests(self, space: Namespace) -> list[str]:
         return [row.tobytes().hex() for row in space.chain(self.ids())]
 
+    def marks(self, block_size: int) -> list[str]:
+        """What tells one whole block from another, by the oracle's own reckoning: tenant and every token so far."""
+        state, marks = xxhash.xxh3_128(self.tenant.encode()), []
+        for end in range(block_size, len(self.tokens) + 1, block_size):
+            state.update(np.array(self.tokens[end - block_size : end], dtype="<i4").tobytes())
+            marks.append(state.hexdigest())
+        return marks
+
     def kv(self, space: Namespace) -> dict[int, tuple[torch.Tensor, ...]]:
         """What to store: whole blocks as `payload` says, zeros behind the last."""
-        layout, digests = space.layout, self.digests(space)
+        layout = space.layout
+        marks = self.marks(layout.block_size)
         layers: dict[int, tuple[torch.Tensor, ...]] = {}
         for group in layout.groups:
             for spec in group.tensors:
-                rest = len(self.tokens) - len(digests) * layout.block_size
+                rest = len(self.tokens) - len(marks) * layout.block_size
                 tail = torch.zeros([rest if n < 0 else n for n in spec.shape], dtype=spec.torch_dtype)
                 assert spec.token_axis is not None, "states have no tokens"
-                whole = [_cached(spec, d, layout.block_size) for d in digests]
+                whole = [_cached(spec, mark, layout.block_size) for mark in marks]
                 tensor = torch.cat([*whole, tail], dim=spec.token_axis)
                 layers[spec.layer] = (*layers.get(spec.layer, ()), tensor)
         return layers
@@ -90,11 +103,11 @@ class Prompt:
 def differences(space: Namespace, prompt: Prompt, prefix: Any) -> list[str]:
     """Where a loaded prefix is not what was stored: empty for a true hit."""
     layout, size, wrong = space.layout, space.layout.block_size, []
-    digests = prompt.digests(space)
+    marks = prompt.marks(size)
     for group in layout.groups:
         for spec in group.tensors if prefix.num_tokens else ():
             first = prefix.first_token(spec.layer)
-            wanted = joined(spec, digests[first // size : prefix.num_tokens // size], size)
+            wanted = joined(spec, marks[first // size : prefix.num_tokens // size], size)
             if not torch.equal(prefix.gather(spec.layer, spec.name), wanted):
                 wrong.append(f"layer {spec.layer} {spec.name} of {prefix.num_tokens} tokens")
     return wrong
@@ -190,13 +203,18 @@ class SessionFacts:
 
 @dataclass
 class Expectation:
-    """What must hold after a crash at one moment."""
+    """What must hold after a crash at one moment.
+
+    `gone` are removed blocks that must not be back, with their marks; `disorders` says which evictions took a
+    block before its successor.
+    """
 
     power: bool
     prompts: list[Prompt] = field(default_factory=list)
     required: set[Part] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
+    gone: dict[str, str] = field(default_factory=dict)
     sessions: dict[str, SessionFacts] = field(default_factory=dict)
+    disorders: list[str] = field(default_factory=list)
 
     def boundary(self, layout: BlockLayout, digests: Sequence[str]) -> int:
         """The largest restorable boundary that the required parts alone give, in blocks."""
@@ -243,7 +261,10 @@ class _Facts:
         self._prompts: dict[Prompt, None] = {}
         self._committed: set[Part] = set()
         self._durable: set[Part] = set()
-        self._gone: set[str] = set()
+        self._gone: dict[str, str] = {}
+        self._marks: dict[str, str] = {}
+        self._next: dict[str, set[str]] = {}
+        self._disorders: list[str] = []
         self._sessions: dict[str, SessionFacts] = {}
         self._dropped: set[Part] = set()  # since the store under way began
         self._dropping: set[Part] = set()  # queued, not yet applied
@@ -253,11 +274,16 @@ class _Facts:
 
     def expectation(self, power: bool) -> Expectation:
         required = self._durable & self._committed if power else set(self._committed)
-        return Expectation(power, list(self._prompts), required, set(self._gone), self._sessions)
+        prompts = list(self._prompts)
+        return Expectation(power, prompts, required, dict(self._gone), self._sessions, self._disorders)
 
-    def _on_storing(self, tenant: str, tokens: list[int], digests: list[str]) -> None:
+    def _on_storing(self, tenant: str, tokens: list[int], digests: list[str], marks: list[str]) -> None:
         self._prompts[Prompt(tenant, tuple(tokens))] = None
-        self._gone.difference_update(digests)
+        self._marks.update(zip(digests, marks, strict=True))
+        for digest, following in pairwise(digests):
+            self._next.setdefault(digest, set()).add(following)
+        for digest in digests:
+            self._gone.pop(digest, None)
         self._dropped = set(self._dropping)  # a store may still take them for present
 
     def _on_stored(self, parts: list[Part]) -> None:
@@ -269,10 +295,20 @@ class _Facts:
 
     def _on_dropping(self, parts: list[Part], cause: int) -> None:
         gone = [(d, g) for d, g in parts]
+        if cause == EVICTED:
+            self._look_for_disorder(gone)
         self._committed.difference_update(gone)
         self._durable.difference_update(gone)
         self._dropped.update(gone)
         self._dropping.update(gone)
+
+    def _look_for_disorder(self, going: list[Part]) -> None:
+        """Tails go before heads: no successor may be there, unless it goes in the same step."""
+        staying = self._committed.difference(going)
+        for digest, group in going:
+            behind = {(d, group) for d in self._next.get(digest, ())} & staying
+            if group == 0 and behind:
+                self._disorders.append(f"block {digest[:8]} is evicted before its successor")
 
     def _on_dropped(self, parts: list[Part]) -> None:
         self._dropping.difference_update((d, g) for d, g in parts)
@@ -304,7 +340,7 @@ class _Facts:
             self._on_turning(name, None)
 
     def _on_removed(self, digests: list[str], sessions: list[str]) -> None:
-        self._gone.update(digests)
+        self._gone.update({digest: self._marks[digest] for digest in digests if digest in self._marks})
         for name in sessions:
             facts = self._sessions[name]
             facts.sure = facts.durable = len(facts.states) - 1
@@ -432,7 +468,7 @@ def _examine_sessions(cache: TieredCache, expected: Expectation, spaces: Spaces,
     found.resurrected += [f"session {name!r} was never made" for name in sorted(unknown)]
 
 
-def traces(contents: Iterable[bytes], gone: Sequence[str], layout: BlockLayout) -> list[str]:
+def traces(contents: Iterable[bytes], gone: Mapping[str, str], layout: BlockLayout) -> list[str]:
     """Which removed blocks left a byte behind in these files: the start of a payload, or their digest.
 
     A digest may stay as the parent that a block which stays names in its slot header: at byte 128 of it.
@@ -440,10 +476,10 @@ def traces(contents: Iterable[bytes], gone: Sequence[str], layout: BlockLayout) 
     specs = [group.tensors[0] for group in layout.groups]
     marks = {
         digest: [
-            *(_cached(s, digest, layout.block_size).contiguous().view(torch.uint8).flatten()[:32].numpy().tobytes()
+            *(_cached(s, mark, layout.block_size).contiguous().view(torch.uint8).flatten()[:32].numpy().tobytes()
               for s in specs),
         ]
-        for digest in gone
+        for digest, mark in gone.items()
     }  # fmt: skip
     files = list(contents)
     return [
@@ -501,8 +537,26 @@ def _pinned_blocks(cache: TieredCache) -> Iterator[int]:
             yield int((cache._table.find(digests) >= 0).sum())
 
 
+def recount(cache: TieredCache) -> list[str]:
+    """Where the ledger of a tier is not the sum of the slots that the table names; nothing may be moving."""
+    wrong, table = [], cache._table
+    with cache._lock:
+        rows = table.live_rows()
+        for tier, resident in cache._residents.items():
+            groups, at = np.nonzero(table.slot[tier][:, rows] >= 0)
+            nbytes = sum(
+                resident.stride_nbytes(int(rows[i]), int(g)) for g, i in zip(groups, at, strict=True)
+            )
+            if nbytes != resident.arena.live_nbytes:
+                wrong.append(
+                    f"{tier.name}: {resident.arena.live_nbytes} bytes live, the table names {nbytes}"
+                )
+    return wrong
+
+
 def _examine_ledger(cache: TieredCache, found: Findings) -> None:
     stats = cache.stats()
+    found.broken += recount(cache)
     for tier in stats.tiers:
         if tier.used_nbytes > tier.budget_nbytes or tier.live_nbytes > tier.used_nbytes:
             found.broken.append(

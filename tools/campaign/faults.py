@@ -113,6 +113,7 @@ def _live(life: Life, rng: random.Random, findings: Findings, where: str) -> boo
         return False
     try:
         life.run(rng.choice((8, 20)))
+        findings.broken += [f"{where}: {line}" for line in life.recounted()]
         began = time.monotonic()
         life.finish()
         if time.monotonic() - began > _CLOSE_S:

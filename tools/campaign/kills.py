@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import tieredkv.table.recovery as layout_of_store
 from tieredkv import Config
 from tieredkv.system import Buffer, File, OsFs
-from tieredkv.testing.oracle import Event, Findings, Oracle, examine, observed, states_of
+from tieredkv.testing.oracle import EVICTED, Event, Findings, Oracle, examine, observed, states_of
 
 from .processes import Outcome, Say, run_jobs
 from .workload import HYBRID, Life, draw_config, small_scale, space_of
@@ -32,7 +32,6 @@ STEPS = (
     "payload", "append", "sync", "rotate", "checkpoint write", "checkpoint sync", "checkpoint switch",
     "unlink", "evict", "purge", "close", "recovery",
 )  # fmt: skip
-_EVICTED = 1
 _PIECE_NBYTES = 4096
 
 
@@ -248,7 +247,7 @@ class Telling:
     def note(self, what: str, **args: Any) -> None:
         if what == "phase":
             self._killer.phase = args["name"]
-        if what == "dropping" and args["cause"] == _EVICTED:
+        if what == "dropping" and args["cause"] == EVICTED:
             self._killer.num_evicting += 1
         self._say(event=[0, what, args])
 

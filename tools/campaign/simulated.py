@@ -54,6 +54,7 @@ def crash_batch(say: Say, seed: int, num_images: int) -> dict[str, Any]:
         ]
         oracle = Oracle()
         oracle.add(events.kept)
+        tally.findings.broken += [f"seed {seed}: {line}" for line in oracle.expect(power=False).disorders[:3]]
         seen: set[bytes] = set()
         tries = 0
         while len(seen) < num_images and tries < 4 * num_images and moments:
@@ -148,8 +149,9 @@ class Examination:
 
     def of(self, image: Image) -> Findings:
         found = Findings()
-        gone = sorted(self.expected.gone)
-        left = traces(image.files.values(), self.rng.sample(gone, min(8, len(gone))), HYBRID)
+        gone = sorted(self.expected.gone.items())
+        sample = dict(self.rng.sample(gone, min(8, len(gone))))
+        left = traces(image.files.values(), sample, HYBRID)
         found.resurrected += [
             f"{self.where}: bytes of removed block {digest[:8]} are left" for digest in left
         ]

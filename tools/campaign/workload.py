@@ -35,6 +35,7 @@ from tieredkv.testing.oracle import (
     Recorder,
     SessionFacts,
     differences,
+    recount,
     state_of,
     stranded,
 )
@@ -228,6 +229,16 @@ class Life:
         if self._cache is not None:
             self.close()
 
+    def recounted(self) -> list[str]:
+        """Where the ledger is wrong once nothing moves any more."""
+        wrong: list[str] = []
+        for _ in range(100 if self._cache is not None else 0):
+            wrong = recount(self.cache)
+            if not wrong:
+                break
+            time.sleep(0.05)
+        return wrong
+
     def _notice(self) -> None:
         """Remember what was counted as a failure; an opening begins new counts."""
         self._notice_counts(self.cache.stats().counters)
@@ -268,7 +279,10 @@ class Life:
         digests = prompt.digests(space)
         end = len(digests) * BLOCK_SIZE
         anchors = sorted({min(end, self._rng.choice((BLOCK_SIZE * 2, end))), end})
-        self._note("storing", tenant=prompt.tenant, tokens=list(prompt.tokens), digests=digests)
+        self._note(
+            "storing", tenant=prompt.tenant, tokens=list(prompt.tokens), digests=digests,
+            marks=prompt.marks(BLOCK_SIZE),
+        )  # fmt: skip
         self._prompts = [*self._prompts[-30:], prompt]
         stored = space.store(prompt.ids(), prompt.kv(space), anchors=anchors)
         done = stored.wait(10.0)
