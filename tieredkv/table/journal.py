@@ -16,15 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 
 from ..outcomes import Counters
 from ..system import Fs
 from ..wal.format import CheckpointRef, SegmentHeader, frame_nbytes
 from ..wal.reader import SegmentInfo
-from ..wal.records import Records, Run
+from ..wal.records import DTYPES, Records, Run
 from ..wal.writer import LogWriter
 from .checkpoint import prune_checkpoints, write_checkpoint
 from .key_index import Rows
@@ -157,7 +157,9 @@ class Journal:
         self._queue: deque[_Entry] = deque()
         self._queued = threading.Condition()
         self._closing = False
-        self._round = threading.Condition()
+        turn = threading.RLock()
+        self._round = threading.Condition(turn)  # told when a sync round or a checkpoint is over
+        self._asked = threading.Condition(turn)  # told when one is wanted
         self._sync_wanted = self._checkpoint_wanted = self._stop_syncing = False
         self._num_failed_checkpoints = 0
         self._committer = threading.Thread(target=self._commit_loop, name="tieredkv-commit", daemon=True)
@@ -245,7 +247,7 @@ class Journal:
                 if time.monotonic() >= until:
                     break
                 self._sync_wanted = True
-                self._round.notify_all()
+                self._asked.notify()
                 self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
         return self.durable_lsn >= target
 
@@ -259,7 +261,7 @@ class Journal:
                 if time.monotonic() >= until:
                     break
                 self._checkpoint_wanted = True
-                self._round.notify_all()
+                self._asked.notify()
                 self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
         return self.checkpoint_lsn >= target
 
@@ -297,7 +299,7 @@ class Journal:
         done = self.flush(until)
         with self._round:
             self._stop_syncing = True
-            self._round.notify_all()
+            self._asked.notify()
         if self._syncer.ident is not None:
             self._syncer.join(max(0.0, until - time.monotonic()))
         if self._committer.is_alive() or self._syncer.is_alive():
@@ -348,7 +350,7 @@ class Journal:
         if self._wants_checkpoint():
             with self._round:
                 self._checkpoint_wanted = True
-                self._round.notify_all()
+                self._asked.notify()
 
     def _commit_failed(self, batch: Sequence[_Entry], error: Exception) -> None:
         self._counters.add("log_write_errors")
@@ -473,7 +475,7 @@ class Journal:
         while True:
             with self._round:
                 if not (self._sync_wanted or self._checkpoint_wanted or self._stop_syncing):
-                    self._round.wait(self._interval_s)
+                    self._asked.wait(self._interval_s)
                 if self._stop_syncing:
                     return
                 wanted, self._sync_wanted = self._sync_wanted, False
@@ -493,9 +495,17 @@ class Journal:
             self._sync_round()
             with self._writing:
                 if tell:
-                    self._append_empty()
+                    self._tell()
         except OSError:
             self._counters.add("sync_round_errors")
+
+    def _tell(self) -> None:
+        """Append what is durable now; where that fails, the header of a new segment says it (writing lock held)."""
+        try:
+            self._append_empty()
+        except OSError:
+            self._repair()
+            self._told_lsn = self.durable_lsn
 
     def _sync_round(self) -> None:
         """Sync payloads, then the log, then say so. Raises OSError."""
@@ -581,17 +591,13 @@ def _pieces(run: Run, limit: int) -> Iterator[Run]:
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
     """Adjacent runs of one kind as one."""
-    joined: list[Run] = []
-    for run in runs:
-        if joined and joined[-1].kind == run.kind:
-            joined[-1] = Run(run.kind, _concatenated(joined[-1].records, run.records))
-        else:
-            joined.append(run)
-    return joined
+    groups = (list(group) for _, group in groupby(runs, key=lambda run: run.kind))
+    return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
 
 
-def _concatenated(one: Records, other: Records) -> Records:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return one + other
-    arrays: list[npt.NDArray[np.void]] = [np.asarray(one), np.asarray(other)]
-    return np.concatenate(arrays)
+def _as_one(runs: Sequence[Run]) -> Run:
+    kind, records = runs[0].kind, [run.records for run in runs]
+    if kind not in DTYPES:
+        return Run(kind, tuple(blob for blobs in records for blob in blobs))
+    # joined as bytes: numpy would look at every field of every array
+    return Run(kind, np.frombuffer(b"".join([np.asarray(r).tobytes() for r in records]), DTYPES[kind]))

@@ -1,0 +1,128 @@
+"""Who goes next, on trees small enough to see: pure questions to a table."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from core_helpers import FULL, MIXED, TWO_WINDOWS, WINDOW_ONLY, prompt
+
+from tieredkv.block.anchors import restorable
+from tieredkv.block.hashing import chain
+from tieredkv.outcomes import Tier
+from tieredkv.plan import (
+    first_gap,
+    is_restorable,
+    lacks_full,
+    last_copies,
+    leaving_groups,
+    needs_window,
+    stranded,
+    tail_in_tier,
+    unneeded_window_parts,
+)
+from tieredkv.table.block_table import BlockTable
+
+ROOT = b"\3" * 32
+
+
+def grown(layout, num_blocks: int = 8, tier: Tier = Tier.DEVICE, seed: int = 0):  # type: ignore[no-untyped-def]
+    """A table with one chain, all parts in `tier`."""
+    table = BlockTable(num_groups=len(layout.groups))
+    rows = table.register(1, chain(ROOT, prompt(seed, 16 * num_blocks), 16))
+    table.slot[tier, :, rows] = 1
+    return table, rows
+
+
+def branch(table: BlockTable, layout, rows, at: int, num_blocks: int, seed: int = 9):  # type: ignore[no-untyped-def]
+    tokens = np.concatenate((prompt(0, 16 * 8)[: 16 * at], prompt(seed, 16 * num_blocks)))
+    more = table.register(1, chain(ROOT, tokens, 16))[at:]
+    table.slot[Tier.DEVICE, :, more] = 1
+    return more
+
+
+def test_the_tail_below_a_victim() -> None:
+    table, rows = grown(FULL)
+    assert tail_in_tier(table, Tier.DEVICE, int(rows[2])) == rows[7]
+    table.slot[Tier.DEVICE, :, rows[6:]] = -1
+    assert tail_in_tier(table, Tier.DEVICE, int(rows[2])) == rows[5]
+    assert tail_in_tier(table, Tier.DEVICE, int(rows[2]), {int(rows[5])}) == rows[4]
+    assert tail_in_tier(table, Tier.DISK, int(rows[2])) == rows[2]
+
+
+@pytest.mark.parametrize("layout", [FULL, MIXED, TWO_WINDOWS, WINDOW_ONLY])
+def test_restorable_agrees_with_the_anchors(layout) -> None:  # type: ignore[no-untyped-def]
+    rng = random.Random(1)
+    for _ in range(200):
+        table, rows = grown(layout)
+        for _ in range(rng.randrange(5)):
+            table.slot[:, rng.randrange(len(layout.groups)), rng.choice(rows.tolist())] = -1
+        good = restorable(layout, table.present(rows, len(layout.groups)))
+        full_heads = [not any(lacks_full(table, layout, int(r)) for r in rows[: at + 1]) for at in range(8)]
+        found = [
+            is_restorable(table, layout, int(row)) and whole
+            for row, whole in zip(rows, full_heads, strict=True)
+        ]
+        assert found == good.tolist()
+
+
+def test_windows_of_held_anchors_stay() -> None:
+    table, rows = grown(MIXED)
+    table.holders[rows[5]] = 1
+    assert [needs_window(table, int(row), 3) for row in rows] == [False] * 3 + [True] * 3 + [False] * 2
+    table.slot[Tier.DEVICE, 1, rows[7]] = -1  # the end is no anchor any more
+    assert leaving_groups(table, MIXED, int(rows[6]), [0, 1]) == [0, 1]
+    table.slot[Tier.DEVICE, 1, rows[5]] = -1
+    assert leaving_groups(table, MIXED, int(rows[6]), [0, 1]) == [1], "a window part of no anchor goes first"
+
+
+def test_what_an_anchor_leaves_behind() -> None:
+    table, rows = grown(MIXED)
+    table.holders[rows[3]] = 1
+    assert unneeded_window_parts(table, MIXED, int(rows[5])) == [(int(rows[5]), 1), (int(rows[4]), 1)]
+    table.holders[rows[3]] = 0
+    assert len(unneeded_window_parts(table, MIXED, int(rows[5]))) == 3
+
+
+def test_a_lost_full_part_takes_all_below() -> None:
+    table, rows = grown(FULL)
+    table.slot[:, 0, rows[3]] = -1
+    gone, held = stranded(table, lambda _row: FULL, [int(rows[3])])
+    assert sorted(gone) == sorted(rows[3:].tolist()) and held == []
+    assert first_gap(table, FULL, int(rows[6])) == rows[3] and first_gap(table, FULL, int(rows[2])) == rows[2]
+
+
+def test_a_lost_window_part_takes_what_only_it_made_restorable() -> None:
+    table, rows = grown(MIXED)
+    table.slot[:, 1, :] = -1
+    table.slot[Tier.DEVICE, 1, rows[:3]] = 1  # anchors at 1 to 3, and at the end
+    table.slot[Tier.DEVICE, 1, rows[5:]] = 1
+    table.slot[:, 1, rows[6]] = -1
+    gone, _ = stranded(table, lambda _row: MIXED, [int(rows[6])])
+    assert gone == [], "below it another boundary may need it: the tail goes first"
+    gone, _ = stranded(table, lambda _row: MIXED, [int(rows[7])])
+    assert sorted(gone) == sorted(rows[3:].tolist())
+
+
+def test_a_branch_keeps_its_trunk() -> None:
+    table, rows = grown(MIXED)
+    more = branch(table, MIXED, rows, 4, 3)
+    table.slot[:, 1, rows[4:]] = -1
+    gone, _ = stranded(table, lambda _row: MIXED, [int(rows[7])])
+    assert sorted(gone) == sorted(rows[4:].tolist())
+    assert is_restorable(table, MIXED, int(more[2]))
+
+
+def test_what_is_held_is_told_apart() -> None:
+    table, rows = grown(FULL)
+    table.slot[:, 0, rows[2]] = -1
+    table.pins[rows[5]] = 1
+    gone, held = stranded(table, lambda _row: FULL, [int(rows[2])])
+    assert held == [int(rows[5])] and int(rows[5]) not in gone and int(rows[7]) in gone
+
+
+def test_last_copies() -> None:
+    table, rows = grown(MIXED)
+    table.slot[Tier.DISK, 0, rows[1]] = 4
+    assert last_copies(table, Tier.DEVICE, int(rows[1]), [0, 1]) == [1]
