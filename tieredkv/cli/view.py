@@ -68,14 +68,9 @@ class View:
 
     def _piece(self, event: Event) -> None:
         self._end_stage()
-        self.console.print(
-            event["text"].replace("\n", " "),
-            end="",
-            style="green",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        # Whatever a model says stays text: no line breaks, no control characters for the terminal.
+        text = "".join(c if c.isprintable() else " " for c in event["text"])
+        self.console.print(text, end="", style="green", markup=False, highlight=False, soft_wrap=True)
 
     def _answer(self, event: Event) -> None:
         tiers = ", ".join(f"{tier} {count:,}" for tier, count in event["by_tier"].items() if count)
