@@ -330,9 +330,9 @@ class ChatSession:
         heads = self._heads()
         if shared < len(self.tokens) or not heads:
             heads = [self._boundary(self._template.system_end(messages, ids) + 1)]
-        # The end of the last prompt served to make its answer again; with a new question it is let go.
-        lasting = self._lasting(turns, heads)
-        anchors = [a for a in self._record.anchors if a <= shared and a in lasting]
+        # The prompt's end is the running end: held before it is there, so that a broken turn can be made again.
+        kept = self._lasting(turns, heads).intersection(self._record.anchors)
+        anchors = sorted({a for a in kept if a <= shared} | {*heads, self._boundary(len(ids))} - {0})
         meta = {**self._transcript.meta(self._record, ids, turns, messages), "heads": heads}
         self._record.commit(ids, turns, anchors=anchors, meta=meta)
         self._transcript.messages = messages
