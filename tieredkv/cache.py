@@ -6,10 +6,11 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +78,14 @@ def _holds(arena: Arena, strides: Counter[int]) -> bool:
     return sum(spans) <= arena.budget_nbytes
 
 
+class WorkingBuffer(Protocol):
+    """A running session's own KV."""
+
+    def nbytes(self) -> int:
+        """Bytes it holds now."""
+        ...
+
+
 class TieredCache:
     """Blocks of KV on the device, in host memory and on disk. Any thread of the opening process may call."""
 
@@ -98,6 +107,7 @@ class TieredCache:
         self._memories: dict[Tier, TensorTier] = {}
         self._residents: dict[Tier, Residency] = {}
         self._spaces: dict[bytes, Namespace] = {}
+        self._working: weakref.WeakSet[WorkingBuffer] = weakref.WeakSet()
         self._making = threading.Lock()
         self._unusable: str | None = None
         self._disk = self._open_disk(fs)
@@ -316,6 +326,10 @@ class TieredCache:
             if on_disk and self._spiller is not None:
                 self._spiller.drop(on_disk, cause)
 
+    def count_working(self, buffer: WorkingBuffer) -> None:
+        """Show a live sequence's own KV in `stats`, for as long as it lives; no tier's budget covers it."""
+        self._working.add(buffer)
+
     # ---- sessions and removal ------------------------------------------------------------------
 
     def session(self, name: str, space: Namespace) -> Session:
@@ -415,7 +429,7 @@ class TieredCache:
                 num_namespaces=len(self._state.catalog.namespaces),
                 num_sessions=len(self._state.catalog.sessions),
                 num_pins=int(self._table.pins.sum()),
-                working_nbytes=0,
+                working_nbytes=sum(buffer.nbytes() for buffer in list(self._working)),
                 log_nbytes=disk.journal.log_nbytes if disk else 0,
                 checkpoint_nbytes=disk.journal.checkpoint_nbytes if disk else 0,
                 disk_nbytes=disk.nbytes if disk else 0,

@@ -123,7 +123,10 @@ class Namespace:
         for group, need in enumerate(self.layout.num_window_blocks):
             if need:
                 best[group, : max(0, len(rows) - need)] = 0
-        counts = np.bincount(best.max(axis=0), minlength=len(Tier)) * self.layout.block_size
+        slowest = best.max(axis=0)
+        if self.layout.full_group is None:  # blocks before every window cost nothing: they go with the rest
+            slowest[: -max(self.layout.num_window_blocks)] = slowest.max()
+        counts = np.bincount(slowest, minlength=len(Tier)) * self.layout.block_size
         return {tier.name.lower(): int(counts[tier]) for tier in Tier if counts[tier]}
 
     def _why(self, found: _Found) -> tuple[Reason, str]:

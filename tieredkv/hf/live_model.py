@@ -66,4 +66,6 @@ class LiveModel:
 
     def new_cache(self) -> CapturingCache:
         """An empty cache whose blocks go to the present namespace."""
-        return CapturingCache(self.model, self._facts, self._space)
+        cache = CapturingCache(self.model, self._facts, self._space)
+        self.kv.count_working(cache)
+        return cache
