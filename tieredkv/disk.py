@@ -208,7 +208,7 @@ def open_disk(
             interval_s=config.commit_interval_ms / 1e3 if config.durability == "group" else None,
             open_number=open_number, next_lsn=recovered.next_lsn, durable_lsn=recovered.durable_lsn,
             segments=recovered.segments, checkpoints=[recovered.checkpoint],
-            log_keep_nbytes=sizes.log_keep_nbytes, log_max_nbytes=log_max_nbytes, counters=counters,
+            log_keep_nbytes=log_max_nbytes - 2 * segment_nbytes, log_max_nbytes=log_max_nbytes, counters=counters,
         )  # fmt: skip
         trace = _trace(fs, path, config, state, trace_nbytes, lambda: journal.applied_lsn, counters)
         resident.trace = trace

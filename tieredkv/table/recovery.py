@@ -229,11 +229,15 @@ def restore(
 
 
 def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
-    """Make `wal/` a directory, and unlink what no good header names; returns what could not be done."""
+    """Put aside what lies in the place of a directory of ours, and unlink what no good header names.
+
+    Returns what could not be done.
+    """
     wal_dir = f"{store_dir}/{WAL}"
     try:
-        if fs.exists(wal_dir) and not fs.is_dir(wal_dir):
-            fs.rename(wal_dir, free_name(fs, f"{wal_dir}.broken"))
+        for path in (wal_dir, f"{store_dir}/{SLABS}"):
+            if fs.exists(path) and not fs.is_dir(path):
+                fs.rename(path, free_name(fs, f"{path}.broken"))
         fs.make_dir(wal_dir)
         failures = prune_checkpoints(fs, store_dir, {header.checkpoint.lsn for header in found.headers})
         fs.sync_dir(store_dir)
@@ -280,7 +284,7 @@ def free_name(fs: Fs, path: str) -> str:
 
 def unlink_broken(fs: Fs, store_dir: str) -> None:
     """Remove the copies of damaged log files that recovery and `truncate` leave aside; durable on return."""
-    for folder, mark in ((store_dir, f"{WAL}.broken"), (f"{store_dir}/{WAL}", ".wal.broken")):
+    for folder, mark in ((store_dir, f"{WAL}.broken"), (store_dir, f"{SLABS}.broken"), (f"{store_dir}/{WAL}", ".wal.broken")):
         names = [n for n in fs.list_names(folder) if mark in n and not fs.is_dir(f"{folder}/{n}")]
         for name in names:
             fs.unlink(f"{folder}/{name}")
@@ -290,7 +294,11 @@ def unlink_broken(fs: Fs, store_dir: str) -> None:
 
 def _is_ours(name: str) -> bool:
     is_checkpoint_name = parse_checkpoint_name(name) is not None or is_temporary_name(name)
-    return name in _OURS | _ANYWHERE or is_checkpoint_name or name.startswith(f"{WAL}.broken")
+    return (
+        name in _OURS | _ANYWHERE
+        or is_checkpoint_name
+        or name.startswith((f"{WAL}.broken", f"{SLABS}.broken"))
+    )
 
 
 def _slab_names(fs: Fs, store_dir: str) -> list[str]:

@@ -41,6 +41,8 @@ from .records import PackedRun, Run, encode_runs, runs_nbytes, split_runs
 VERSION = 1
 HEADER_NBYTES = 4 * KiB
 MAX_SEGMENT_NBYTES = 64 * MiB
+_MAX_LSN = 1 << 62  # what comes after it must still fit its field
+_MAX_OPEN_NUMBER = 1 << 31
 
 _MAGIC = b"tieredkv"
 _HEADER = struct.Struct("<8sII16sQQQQQQQQ16sQ")
@@ -165,6 +167,8 @@ def decode_header(raw: bytes) -> SegmentHeader:
         raise NewerFormat(f"written in log format {version}; this tieredkv knows formats up to {VERSION}")
     if not HEADER_NBYTES <= segment_nbytes <= MAX_SEGMENT_NBYTES:
         raise CorruptFormat(f"a segment of {segment_nbytes} bytes cannot be")
+    if max(first_lsn, durable_lsn, cut_lsn, checkpoint_lsn) > _MAX_LSN or open_number > _MAX_OPEN_NUMBER:
+        raise CorruptFormat("a segment header with numbers that no store can have reached")
     return SegmentHeader(
         number, first_lsn, durable_lsn, open_number, LogPosition(previous_number, cut_lsn, chain),
         CheckpointRef(checkpoint_lsn, checkpoint_nbytes, xxh3_128), segment_nbytes, salt, checksum,
