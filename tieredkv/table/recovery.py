@@ -284,7 +284,12 @@ def free_name(fs: Fs, path: str) -> str:
 
 def unlink_broken(fs: Fs, store_dir: str) -> None:
     """Remove the copies of damaged log files that recovery and `truncate` leave aside; durable on return."""
-    for folder, mark in ((store_dir, f"{WAL}.broken"), (store_dir, f"{SLABS}.broken"), (f"{store_dir}/{WAL}", ".wal.broken")):
+    places = (
+        (store_dir, f"{WAL}.broken"),
+        (store_dir, f"{SLABS}.broken"),
+        (f"{store_dir}/{WAL}", ".wal.broken"),
+    )
+    for folder, mark in places:
         names = [n for n in fs.list_names(folder) if mark in n and not fs.is_dir(f"{folder}/{n}")]
         for name in names:
             fs.unlink(f"{folder}/{name}")

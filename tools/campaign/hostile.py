@@ -278,9 +278,8 @@ def real_case(say: Say, kind: str, victim: str) -> dict[str, Any]:
         _replace(path, kind, folder)
         say(at=f"{victim} is a {kind}")
         with small_scale():
-            _read_all(
-                OsFs(), str(folder / "store"), expected, Case(f"{victim} is a {kind}", lambda i: i), findings
-            )
+            case = Case(f"{victim} is a {kind}", lambda i: i, may_refuse=victim == "LOCK")
+            _read_all(OsFs(), str(folder / "store"), expected, case, findings)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {"findings": vars(findings), "hostile": 1}

@@ -205,6 +205,8 @@ class Life:
 
     def _look_for_stranded(self) -> None:
         """Evictions take tails before heads. A moment may be between two steps of one, so it is asked twice."""
+        if self._forgets:
+            return
         prompt = self._rng.choice(self._prompts)
         space = self.space(prompt.tenant)
         for _ in range(20):
@@ -368,7 +370,8 @@ class Life:
 
     def _fork(self) -> None:
         found = self._some_session()
-        free = [n for n in ("f0", "f1") if n not in self._alive]
+        here = {row.name for row in self.cache.sessions()}
+        free = [n for n in ("f0", "f1") if n not in here]
         if found is None or not free:
             return
         name, tenant = found
