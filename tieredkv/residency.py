@@ -101,8 +101,13 @@ class Residency:
             if slot >= 0:
                 self.table.slot[self.tier, group, row] = -1
                 self.free(self._stride_nbytes(row, group), np.array([slot], dtype=np.int64))
-                self.trace.note(Event.EVICT if evicted else Event.LEAVE, self.tier, (row,), group)
         self.left(row, evicted=evicted)
+
+    def tell(self, event: Event, parts: Sequence[tuple[int, int]]) -> None:
+        """Tell the trace what happened to `(row, group)` pairs, before any of the rows is freed."""
+        if parts and self.trace is not NO_TRACE:
+            rows, groups = np.array(parts, dtype=np.int64).T
+            self.trace.note(event, self.tier, rows, groups)
 
     def left(self, row: int, *, evicted: bool) -> None:
         """Tell the policy that a block lost parts here."""
@@ -126,7 +131,8 @@ class Residency:
         """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first."""
         here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
         self.policy.touch(keys_of(self.table.digest[here[::-1]]))
-        self.trace.note(Event.TOUCH, self.tier, here)
+        if self.tier is Tier.DEVICE:  # every tier is told of a hit; the trace, once
+            self.trace.note(Event.TOUCH, self.tier, rows)
 
     def settle(self, rows: Rows) -> None:
         """A chain's `rows`, head to tail, came in one by one: put them in order, which is no hit."""

@@ -236,7 +236,7 @@ class Room:
             with self._lock:
                 for (row, group), slot in zip(parts, slots.tolist(), strict=False):
                     self._residents[Tier.HOST].place(_one(row), group, np.array([slot]))
-                    self._residents[Tier.HOST].trace.note(Event.DEMOTE, Tier.HOST, (row,), group)
+                self._residents[Tier.HOST].tell(Event.DEMOTE, parts[: len(slots)])
 
     def _by_size(self, parts: Parts) -> dict[int, Parts]:
         sizes: dict[int, Parts] = {}
@@ -250,6 +250,7 @@ class Room:
             by_row.setdefault(row, []).append(group)
         self._end_moves(by_row)
         lost: list[int] = []
+        gone = Parts()
         for row, groups in by_row.items():
             # Pinned or being spilled since it was chosen: it stays.
             if self._table.is_held(row):
@@ -257,6 +258,8 @@ class Room:
             if last_copies(self._table, resident.tier, row, groups):
                 lost.append(row)
             resident.leave(row, groups, evicted=True)
+            gone += [(row, group) for group in groups]
+        resident.tell(Event.EVICT, gone)
         if lost:
             self._counters.add("dropped_blocks", len(lost))
             self.drop_stranded(lost)
@@ -307,10 +310,11 @@ class Room:
         table = self._table
         free = [(r, g) for r, g in parts if not table.is_held(r)]
         on_disk = [(r, g) for r, g in free if table.slot[Tier.DISK, g, r] >= 0]
-        for row, group in free:
-            for tier, resident in self._residents.items():
-                if tier is not Tier.DISK and table.slot[tier, group, row] >= 0:
-                    resident.leave(row, [group], evicted=cause is Cause.EVICTED)
+        for tier, resident in self._residents.items():
+            here = [(r, g) for r, g in free if tier is not Tier.DISK and table.slot[tier, g, r] >= 0]
+            for row, group in here:
+                resident.leave(row, [group], evicted=cause is Cause.EVICTED)
+            resident.tell(Event.EVICT if cause is Cause.EVICTED else Event.LEAVE, here)
         ticket: Ticket = DONE
         if on_disk and self._spiller is not None:
             ticket = self._spiller.drop(on_disk, cause)

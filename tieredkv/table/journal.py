@@ -24,7 +24,7 @@ from ..outcomes import Counters
 from ..system import Fs
 from ..wal.format import CheckpointRef, SegmentHeader, frame_nbytes
 from ..wal.reader import SegmentInfo
-from ..wal.records import DTYPES, Records, Run
+from ..wal.records import DTYPES, PUT, Records, Run
 from ..wal.writer import LogWriter
 from .checkpoint import prune_checkpoints, write_checkpoint
 from .key_index import Rows
@@ -240,8 +240,7 @@ class Journal:
 
     def flush(self, until: float) -> bool:
         """Make everything applied before this call durable; False if that failed or took too long."""
-        with self._lock:
-            target = self.applied_lsn
+        target = self.applied_lsn  # without the lock: those who wait must not hold up the committer
         with self._round:
             while min(self.durable_lsn, self._told_lsn) < target and not self.read_only:
                 if time.monotonic() >= until:
@@ -338,11 +337,13 @@ class Journal:
             self._commit_failed(batch, error)
             return
         with self._lock:
-            for entry in batch:
-                rows = self._state.apply(first_lsn, Run(entry.kind, entry.records))
-                entry.applied(first_lsn, rows)
-                entry.ticket.lsn = first_lsn
-                first_lsn += len(entry.records)
+            for run, entries in _applied_at_once(batch):
+                rows = self._state.apply(first_lsn, run)
+                for entry in entries:
+                    count = len(entry.records)
+                    entry.applied(first_lsn, rows[:count])
+                    entry.ticket.lsn = first_lsn
+                    first_lsn, rows = first_lsn + count, rows[count:]
             self.applied_lsn = first_lsn - 1
             self._lock.notify_all()
         for entry in batch:
@@ -587,6 +588,16 @@ def _pieces(run: Run, limit: int) -> Iterator[Run]:
     step = max(1, count * limit // max(1, frame_nbytes([run])))
     for at in range(0, count, step):
         yield Run(run.kind, run.records[at : at + step])
+
+
+def _applied_at_once(batch: Sequence[_Entry]) -> Iterator[tuple[Run, list[_Entry]]]:
+    """Adjacent puts as one run; any other entry by itself, for a drop must see what the one before it took."""
+    for kind, group in groupby(batch, key=lambda entry: entry.kind):
+        entries = list(group)
+        if kind == PUT:
+            yield _as_one([Run(kind, entry.records) for entry in entries]), entries
+        else:
+            yield from ((Run(kind, entry.records), [entry]) for entry in entries)
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:

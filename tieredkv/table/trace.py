@@ -298,8 +298,8 @@ def encode(noted: list[_Noted]) -> Records:
     groups = [np.broadcast_to(np.asarray(n.group), count) for n, count in zip(noted, counts, strict=True)]
     records["group"] = np.concatenate(groups)
     records["digest"] = np.concatenate([n.digests for n in noted])
-    has_parent = np.concatenate([n.has_parent for n in noted])
-    records["parent"] = np.where(has_parent[:, None], np.concatenate([n.parents for n in noted]), 0)
+    records["parent"] = np.concatenate([n.parents for n in noted])
+    records["parent"][~np.concatenate([n.has_parent for n in noted])] = 0
     return records
 
 
