@@ -58,7 +58,7 @@ class View:
             f"{tier} {format_nbytes(config[tier + '_nbytes'])}" for tier in ("device", "host", "disk")
         )
         self.line(f"  budgets: {tiers}; policy {config['policy']}; {config['block_size']} tokens a block")
-        self.line(f"  recovery: {event['text']}", style="cyan")
+        self.line(f"  recovery: {escape(event['text'])}", style="cyan")
 
     def _turn(self, event: Event) -> None:
         again = " (interrupted: again from the question)" if event["again"] else ""
