@@ -1,0 +1,1 @@
+"""Parts of the crash-recovery replay tool; `tools/replay.py` runs them."""
