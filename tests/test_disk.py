@@ -428,7 +428,11 @@ def test_a_late_read_writes_into_nobody_elses_slot(tmp_path: Path, gate: Gate) -
             assert_right(space, prompt(13, 6 * SIZE + 1), prefix)
         for seed in range(10, 14):
             load_checked(space, prompt(seed, 6 * SIZE + 1))
-        assert load_checked(space, prompt(0))[0] == 320
+        stop = time.monotonic() + 10
+        while load_checked(space, prompt(0))[0] != 320:  # left alone for a while, then tried again
+            assert time.monotonic() < stop, "reads never came back"
+            time.sleep(0.05)
+        assert kv.stats().counters["reads_bypassed_parts"] > 0
         quiet(kv)
         kv.check()
         assert kv.stats().counters["timed_out_parts"] > 0
@@ -576,3 +580,19 @@ def test_lmdb_payloads(tmp_path: Path) -> None:
         raw = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
         assert prompt(59)[: 4 * SIZE].tobytes() not in raw
         kv.check()
+
+
+def test_a_hung_disk_costs_one_deadline_and_then_nothing(tmp_path: Path, gate: Gate) -> None:
+    """P9: after one read that did not come back the tier is bypassed, and holds no device slots."""
+    fs = HookedFs(lambda op, path: gate.pass_through() if op == "preadv" and "slabs" in path else None)
+    with opened(tmp_path, fs=fs, deadline_s=0.3, device_nbytes="128KiB", host_nbytes=0) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        fill(kv, range(4))
+        memory_only_disk(kv)
+        gate.shut()
+        assert load_checked(space, prompt(0)) == (0, Reason.TIMED_OUT)
+        began = time.monotonic()
+        for seed in range(1, 4):
+            assert load_checked(space, prompt(seed)) == (0, Reason.TIMED_OUT)
+        assert time.monotonic() - began < 0.8, "three more loads waited for a disk known to hang"
+        gate.open()

@@ -398,3 +398,16 @@ def test_names_are_listed_in_order(tmp_path: Path) -> None:
                 session.commit([1], [])
         names = [row.name for row in kv.sessions()]
         assert names == sorted(names) and len(names) == 4
+
+
+def test_a_write_back_turn_is_committed_when_it_ends(tmp_path: Path) -> None:
+    """spill="evict" writes nothing by itself, but a session's record never names blocks that are not there."""
+    with opened(tmp_path, spill="evict") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        stored = store(space, prompt(0))
+        assert kv.stats().tiers[-1].num_parts == 0
+        with kv.session("a", space) as session:
+            session.commit(prompt(0), [Turn("user", 320)], anchors=[320], stored=[stored])
+        assert kv.stats().tiers[-1].num_parts > 0 and space.lookup(prompt(0)).num_tokens == 320
+        memory_only_disk(kv)
+        assert load_checked(space, prompt(0))[0] == 320

@@ -26,6 +26,8 @@ from .tier.slab_format import EXPECTED_DTYPE
 from .tier.tensor import TensorTier
 from .units import PAGE_NBYTES
 
+_READS_OFF_S = 1.0
+
 _REASONS = {
     Verdict.CORRUPT: Reason.CORRUPT,
     Verdict.OTHER: Reason.SUPERSEDED,
@@ -90,6 +92,7 @@ class Mover:
         self._namespace_digest = namespace_digest
         self._counters = counters
         self._deadline_s = deadline_s
+        self._reads_off_until = 0.0  # monotonic; 0 while reads come back in time
 
     # ---- store ---------------------------------------------------------------------------------
 
@@ -202,7 +205,12 @@ class Mover:
         gone = coming.rows[coming.sources < 0]
         if len(gone):  # a drop that was queued before the pin has been applied since
             return [], [Failure(row, group, Reason.EVICTED) for row in gone.tolist()]
-        below = np.flatnonzero(coming.tiers != Tier.DEVICE)
+        if time.monotonic() < self._reads_off_until and (late := coming.rows[coming.tiers == Tier.DISK]).size:
+            self._counters.add("reads_bypassed_parts", len(late))
+            return [], [Failure(row, group, Reason.TIMED_OUT) for row in late.tolist()]
+        # After a read that hung, the next go to memory of their own: slots are not for a disk to keep.
+        takes = (coming.tiers == Tier.HOST) | (self._reads_off_until == 0.0)
+        below = np.flatnonzero((coming.tiers != Tier.DEVICE) & takes)
         if len(below):
             keys = keys_of(self._table.digest[rows[below]])
             slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(below), until, keys)
@@ -256,6 +264,7 @@ class Mover:
         late = self._late(part_nbytes, coming, indices)
         left_s = max(0.0, until - time.monotonic())
         verdicts = self._store.read(part_nbytes, coming.sources[on_disk], expected, into, left_s, late)
+        self._note_reads(Verdict.TIMED_OUT in verdicts, left_s)
         for index, verdict in zip(indices, verdicts, strict=True):
             if verdict is Verdict.TIMED_OUT and direct:
                 coming.targets[index] = -1  # its slot is given back once the read lets go of it
@@ -268,6 +277,13 @@ class Mover:
             device.stream.copy(device.parts(part_nbytes, int(coming.targets[index]), 1)[0], scratch[index])
             del scratch[index]
         return scratch, failures
+
+    def _note_reads(self, timed_out: bool, allowed_s: float) -> None:
+        """A disk that was given time and did not answer is left alone for a while, then tried again."""
+        if not timed_out:
+            self._reads_off_until = 0.0
+        elif allowed_s > self._deadline_s / 4:
+            self._reads_off_until = time.monotonic() + _READS_OFF_S
 
     def _late(self, part_nbytes: int, coming: _Bringing, indices: Sequence[int]) -> Callable[[int], None]:
         """What gives a device slot back when a read that timed out no longer writes into it."""

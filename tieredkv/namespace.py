@@ -265,7 +265,7 @@ class Namespace:
             rows = rows[: int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)]
             core.table.uses[rows] += 1
             missing, num_storable = self._missing(rows, covered, boundaries)
-            self._remember_tokens(ids, digests, missing)
+            self._remember_tokens(ids, rows, missing)
         taken = 0
         try:
             taken = core.mover.store(self.layout, rows, missing, spans, time.monotonic() + core.deadline_s)
@@ -273,21 +273,13 @@ class Namespace:
             stored = self._stored(rows, missing, min(taken, num_storable), len(digests))
         return stored
 
-    def _remember_tokens(self, ids: Tokens, digests: Digests, missing: npt.NDArray[np.bool_]) -> None:
+    def _remember_tokens(self, ids: Tokens, rows: Rows, missing: npt.NDArray[np.bool_]) -> None:
         """For the slot headers of blocks that will be spilled (lock held)."""
         if self._core.spiller is not None:
+            body, size = ids.astype("<i4").tobytes(), 4 * self.layout.block_size
             new = np.flatnonzero(missing.any(axis=0))
-            names, body, size = (
-                digests[new].tobytes(),
-                ids.astype("<i4").tobytes(),
-                4 * self.layout.block_size,
-            )
-            self._core.spiller.remember_tokens(
-                {
-                    names[32 * i : 32 * i + 32]: body[b * size : b * size + size]
-                    for i, b in enumerate(new.tolist())
-                }
-            )
+            for row, block in zip(rows[new].tolist(), new.tolist(), strict=True):
+                self._core.table.tokens[row] = body[block * size : (block + 1) * size]
 
     def _missing(
         self, rows: Rows, covered: npt.NDArray[np.bool_], boundaries: Sequence[int]
@@ -314,12 +306,22 @@ class Namespace:
             new = rows[missing.any(axis=0)]
             for resident in core.residents.values():
                 resident.settle(new)
-            spilling = self._spill(rows[:taken])
+            spilling = self._spill(rows[:taken]) if core.eager else None
+            digests = core.table.digest[rows[:taken]]
             core.table.uses[rows] -= 1
             if taken < len(rows):
                 core.drop_stranded(rows[taken:][::-1].tolist())
             core.table.free_if_empty(rows)
             core.lock.notify_all()
+
+        def commit_now(timeout_s: float | None) -> bool:
+            """Write-back spills nothing by itself: whoever waits for the blocks asks for it."""
+            with core.lock:
+                there = core.table.find(digests)
+                asked = self._spill(there[there >= 0])
+            return asked.wait(timeout_s)
+
+        wait = spilling.wait if spilling is not None else commit_now
         num_new = int(missing.any(axis=0).sum())
         refused = num_blocks - taken
         core.counters.add("stored_blocks", num_new)
@@ -327,7 +329,7 @@ class Namespace:
         if refused:
             core.counters.add("refused_blocks", refused)
             reason = Reason.KEY_TAKEN if len(rows) < num_blocks else Reason.NO_SPACE
-        return Stored(num_new, taken - num_new, refused, reason, wait=spilling.wait)
+        return Stored(num_new, taken - num_new, refused, reason, wait=wait)
 
     def _whole(self, rows: Rows) -> int:
         """How many blocks from the head have their full part: some may have left meanwhile (lock held)."""
@@ -339,7 +341,7 @@ class Namespace:
     def _spill(self, rows: Rows) -> Spilling:
         """Send on whatever of a stored chain is not committed yet, also from earlier calls (lock held)."""
         core = self._core
-        if core.spiller is not None and core.eager and len(rows):
+        if core.spiller is not None and len(rows):
             slots = core.table.slot[:, :, rows]
             groups, blocks = np.nonzero((slots[: Tier.DISK] >= 0).any(axis=0) & (slots[Tier.DISK] < 0))
             if len(blocks):

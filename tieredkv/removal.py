@@ -93,8 +93,8 @@ class Remover:
             table = self._state.table
             parts = [(row, group) for row in rows for group in range(table.num_groups)]
             self._zero(parts)
-            if self._spiller is not None:
-                self._spiller.forget_tokens(table.digest[row].tobytes() for row in rows)
+            for row in rows:
+                table.tokens.pop(row, None)
             ticket = self._room.release(parts, Cause.REMOVED) if self._room is not None else None
             table.forget_gone()
         if ticket is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -129,7 +129,6 @@ class Spiller:
         self.trouble: str | None = None
         self.troubled_at = 0.0  # monotonic, when trouble began
         self._off_until = 0.0
-        self._tokens: dict[bytes, bytes] = {}
         self._in_flight: dict[tuple[int, int], list[Spilling]] = {}
         self._queue: deque[_Wanted] = deque()
         self._queue_nbytes = 0
@@ -154,14 +153,6 @@ class Spiller:
     def is_spilling(self) -> bool:
         """Whether any part is on its way to the disk (lock held)."""
         return bool(self._in_flight)
-
-    def remember_tokens(self, tokens: Mapping[bytes, bytes]) -> None:
-        """Keep blocks' token ids (int32, little endian) by digest until their slot headers hold them (lock held)."""
-        self._tokens.update(tokens)
-
-    def forget_tokens(self, digests: Iterable[bytes]) -> None:
-        for digest in digests:
-            self._tokens.pop(digest, None)
 
     def enqueue(self, rows: Rows, groups: npt.NDArray[np.int64]) -> Spilling:
         """Spill these parts in the background (lock held). Beyond the queue's bound they are let be."""
@@ -352,7 +343,7 @@ class Spiller:
                 digest = np.frombuffer(self._namespace_digest(number), dtype=np.uint8)
                 headers["namespace"][numbers == number] = digest
             for at, row in enumerate(rows.tolist()):
-                tokens = np.frombuffer(self._tokens.get(table.digest[row].tobytes(), b""), dtype="<i4")
+                tokens = np.frombuffer(table.tokens.get(row, b""), dtype="<i4")
                 headers["num_tokens"][at] = len(tokens)
                 headers["tokens"][at, : len(tokens)] = tokens
             sources = [
@@ -396,7 +387,7 @@ class Spiller:
                 self._resident.enter(named[named >= 0])
                 self._resident.free(stride, slots[named < 0])
             self._resident.trace.note(Event.SPILL, Tier.DISK, named[named >= 0], groups[named >= 0])
-            self.forget_tokens(self._table.digest[rows[i]].tobytes() for i in range(len(rows)))
+            self._forget_tokens(rows)
             self._moved(rows, groups, failed=False)
 
         def failed(error: Exception) -> None:
@@ -405,6 +396,13 @@ class Spiller:
             self._moved(rows, groups, failed=True)
 
         self._journal.submit(PUT, records, applied, failed)
+
+    def _forget_tokens(self, rows: Rows) -> None:
+        """Blocks all of whose parts are on DISK have their token ids in the slot headers (lock held)."""
+        slots = self._table.slot[:, :, rows] >= 0
+        whole = ~(slots.any(axis=0) & ~slots[Tier.DISK]).any(axis=0)
+        for row in rows[whole].tolist():
+            self._table.tokens.pop(row, None)
 
     # ---- ends ----------------------------------------------------------------------------------
 

@@ -65,6 +65,9 @@ class BlockTable:
         self._free: list[int] = []
         self._index = KeyIndex()
         self._gone: dict[bytes, None] = {}
+        self.tokens: dict[
+            int, bytes
+        ] = {}  # ids (int32, little endian) of blocks that are not all on DISK yet
         self._wishes: dict[bytes, tuple[int, int]] = {}  # holders and pins that outlive a row, by digest
         self.digest = np.zeros((_START_ROWS, DIGEST_NBYTES), dtype=np.uint8)
         self.slot = np.full((len(Tier), self.num_groups, _START_ROWS), -1, dtype=np.int32)
@@ -219,7 +222,7 @@ class BlockTable:
         self._words = self.digest.view("<u8")
 
     def free_rows(self, rows: Rows) -> None:
-        """Give back rows that have no part, no pin and no move; their children become orphans."""
+        """Give back rows that have no part, no pin and no move; children that are left become orphans."""
         if not len(rows):
             return
         self._remember(rows)
@@ -233,6 +236,7 @@ class BlockTable:
                 child = following
             for name, (_, empty) in _ROW_COLUMNS.items():
                 getattr(self, name)[row] = empty
+            self.tokens.pop(row, None)
             self._free.append(row)
         self.slot[:, :, rows] = -1
 
@@ -252,14 +256,21 @@ class BlockTable:
         self._gone.clear()
 
     def free_if_empty(self, rows: Rows) -> Rows:
-        """Free those of `rows` that hold nothing any more; returns them."""
-        rows = rows[rows >= 0]
-        empty = self.slot.take(rows, axis=2).max(axis=(0, 1)) < 0
-        idle = (self.pins[rows] == 0) & (self.moving[rows] == 0) & (self.uses[rows] == 0)
-        idle &= self.namespace[rows] >= 0
-        gone = np.unique(rows[empty & idle])
-        self.free_rows(gone)
-        return gone
+        """Free those of `rows` that hold nothing any more, and then those above them; returns all of them.
+
+        A row stays while a block below it has a row: the chain must not break in two.
+        """
+        freed = [np.zeros(0, dtype=np.int32)]
+        rows = np.unique(rows[rows >= 0])
+        while len(rows):
+            idle = (self.pins[rows] == 0) & (self.moving[rows] == 0) & (self.uses[rows] == 0)
+            idle &= (self.namespace[rows] >= 0) & (self.first_child[rows] < 0)
+            gone = rows[idle & (self.slot.take(rows, axis=2).max(axis=(0, 1)) < 0)]
+            above = self.parent[gone]
+            self.free_rows(gone)
+            freed.append(gone)
+            rows = np.unique(above[above >= 0])
+        return np.concatenate(freed)
 
     # ---- the tree of chains --------------------------------------------------------------------
 
