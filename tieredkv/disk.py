@@ -298,7 +298,7 @@ def shares(sizes: Sizes, trace_nbytes: int = 0) -> tuple[int, int, int]:
     budget = sizes.disk_nbytes
     segment = align_up(min(_MAX_SEGMENT_NBYTES, max(_MIN_SEGMENT_NBYTES, budget // 64)))
     log_max = min(sizes.log_keep_nbytes, budget // 8) + 2 * segment
-    parts = budget - log_max - segment - budget // 32 - trace_nbytes
+    parts = budget - log_max - segment - budget // 24 - trace_nbytes
     if parts < _CHUNK_NBYTES:
         raise BadConfig(
             f"disk_nbytes={format_nbytes(budget)} leaves too little for parts beside the log: give 8 MiB or more"
