@@ -185,28 +185,40 @@ def _spots(reading: Reading, line: list[SegmentHeader], where: str | int) -> Ite
         with contextlib.closing(SegmentReader(reading.fs, f"{reading.path}/{WAL}", header)) as reader:
             if where in (EVERY_BYTE, EVERY_RECORD, header.first_lsn - 1):
                 yield _Spot(header, HEADER_NBYTES, before, before, False)
+            raw = _raw_segment(reading, header)
             while cut is None or reader.position != cut:
                 frame = reader.peek()
                 if frame is None or (cut is not None and frame.last_lsn > cut.lsn):
                     break
-                yield from _spots_in(reader, frame, where)
+                num_used = len(raw[reader.offset : reader.offset + frame.nbytes].rstrip(b"\0"))
+                yield from _spots_in(reader, frame, num_used, where)
                 reader.accept(frame)
 
 
-def _spots_in(reader: SegmentReader, frame: Frame, where: str | int) -> Iterator[_Spot]:
+def _spots_in(reader: SegmentReader, frame: Frame, num_used: int, where: str | int) -> Iterator[_Spot]:
+    """Cuts in one frame; it is whole already at `num_used`, behind which all its bytes are zeros."""
     start, before = reader.offset, frame.first_lsn - 1
     ends = _record_ends(frame)
     for lsn, end in enumerate(ends, frame.first_lsn):
-        whole = end == frame.nbytes
+        whole = end >= num_used
         if where in (EVERY_RECORD, lsn):
             yield _Spot(reader.header, start + end, lsn, lsn if whole else before, not whole)
     if where == EVERY_BYTE:
         for offset in range(1, frame.nbytes + 1):
             written = before + int(np.searchsorted(ends, offset, side="right"))
-            whole = offset == frame.nbytes
+            whole = offset >= num_used
+            written = frame.last_lsn if whole else written
             yield _Spot(
                 reader.header, start + offset, written, frame.last_lsn if whole else before, not whole
             )
+
+
+def _raw_segment(reading: Reading, header: SegmentHeader) -> bytes:
+    raw = bytearray(header.segment_nbytes)
+    name = f"{reading.path}/{WAL}/{segment_name(header.number)}"
+    with contextlib.closing(reading.fs.open_file(name)) as file:
+        file.preadv([raw], 0)
+    return bytes(raw)
 
 
 def _record_ends(frame: Frame) -> list[int]:
@@ -279,11 +291,7 @@ class _Trial:
 
     def _raw(self, header: SegmentHeader) -> bytes:
         if self._segment[0] != header.number:
-            raw = bytearray(header.segment_nbytes)
-            name = f"{self._wal}/{segment_name(header.number)}"
-            with contextlib.closing(self._reading.fs.open_file(name)) as file:
-                file.preadv([raw], 0)
-            self._segment = header.number, bytes(raw)
+            self._segment = header.number, _raw_segment(self._reading, header)
         return self._segment[1]
 
     def _recover(self) -> tuple[State, Any]:

@@ -159,7 +159,8 @@ def _replay_to(reading: Reading, base: CheckpointRef, lsn: int) -> State:
     for lsns, run in log.gathered():
         each = np.arange(lsns, lsns + len(run)) if isinstance(lsns, int) else lsns
         count = int(np.searchsorted(each, lsn, side="right"))
-        state.apply(each[:count], Run(run.kind, run.records[:count]))
+        if count:
+            state.apply(each[:count], Run(run.kind, run.records[:count]))
     state.settle()
     return state
 
