@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 import pytest
 
-ROWS = """
+ROWS = r"""
     errors units config outcomes machine
     system: clock descriptor lock fs overlay
     block: layout anchors hashing identity
     policy: base lru arc registry
     tier: base arena stream tensor workers slab_format slab_file slab lmdb_store
     wal: records format reader writer
-    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit kept_log timeline history follow crash repair rescue
+    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit \
+        kept_log timeline history follow crash repair rescue
     plan residency disk spiller prefix room mover
     namespace sessions removal cache
     attention* hf*
@@ -52,7 +53,7 @@ class Place(NamedTuple):
 def parse_rows(text: str) -> dict[str, Place]:
     """`a b` and `folder: a b` and `folder*`, a row a line, as module name → place."""
     places: dict[str, Place] = {}
-    for row, line in enumerate(text.strip().splitlines()):
+    for row, line in enumerate(text.strip().replace("\\\n", "").splitlines()):
         folder, colon, names = line.strip().rpartition(":")
         for column, name in enumerate(names.split()):
             places[f"{folder}.{name}" if colon else name] = Place(row, column)
