@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,9 +28,11 @@ from .tier.base import FailedPlace, PartStore, StoreFailed
 from .tier.slab import SlabStore
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .units import KiB, MiB, align_up, format_nbytes
+from .wal.records import DROP, DROP_DTYPE
 from .wal.writer import LogWriter
 
 _CHUNK_NBYTES = 4 * MiB
+_REMOVED = 4  # a cause of drops, `spiller.Cause.REMOVED`
 _MIN_SEGMENT_NBYTES = 256 * KiB
 _MAX_SEGMENT_NBYTES = 16 * MiB
 _MAX_TRACE_NBYTES = 64 * MiB
@@ -129,12 +132,46 @@ class Disk:
         self._forget()
         self._discard_failed()
         if self.store.blank_drops_all:
+            if not self._drop_all(until):
+                return False
             self.store.blank(0, [])
         else:
             self._punch_spare()
             for part_nbytes in self.store.num_chunks():
                 self._blank_free(part_nbytes)
         return self.sync_parts() and self.journal.forget_past(until)
+
+    def _drop_all(self, until: float) -> bool:
+        """Every part on DISK goes with the one payload file: logged first, so that no row names what is gone."""
+        table, resident = self._state.table, self.resident
+        with self._lock:
+            rows = table.live_rows()
+            rows = rows[table.moving[rows] == 0]
+            groups, at = np.nonzero(table.slot[Tier.DISK][:, rows] >= 0)
+            rows = rows[at]
+            records = np.zeros(len(rows), dtype=DROP_DTYPE)
+            records["digest"], records["group"], records["cause"] = table.digest[rows], groups, _REMOVED
+            records["put_seq"] = table.put_seq[groups, rows]
+            records["slot"] = table.slot[Tier.DISK, groups, rows]
+            strides = [
+                resident.stride_nbytes(row, group)
+                for row, group in zip(rows.tolist(), groups.tolist(), strict=True)
+            ]
+            np.add.at(table.moving, rows, 1)
+
+            def applied(_lsn: int, named: npt.NDArray[np.int32]) -> None:
+                np.subtract.at(table.moving, rows, 1)
+                for row, slot, stride in zip(named.tolist(), records["slot"].tolist(), strides, strict=True):
+                    if row >= 0:
+                        resident.free(stride, np.array([slot], dtype=np.int64))
+                        resident.left(row, evicted=False)
+                table.free_if_empty(rows)
+
+            def failed(_error: Exception) -> None:
+                np.subtract.at(table.moving, rows, 1)
+
+            ticket = self.journal.submit(DROP, records, applied, failed)
+        return ticket.wait(max(0.0, until - time.monotonic()))
 
     def _punch_spare(self) -> None:
         arena = self.resident.arena
