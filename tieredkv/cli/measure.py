@@ -2,8 +2,8 @@
 
 Everything happens in one process that loads its model once, on a store of its own. Cold: a session about the
 document in a namespace where nothing is stored. Resumed: the store is closed and opened again, so that memory
-holds nothing, and a session in the same namespace asks the same. Cold and resumed runs are the same calls with
-the same prompt; every resumed run has an opening of its own.
+holds nothing, and a session of the same namespace asks the same. So cold and resumed runs are the same calls
+with the same prompt, each in an opening of its own; they take turns, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -36,26 +36,23 @@ def measure(channel: Channel, job: Mapping[str, Any]) -> None:
 
     channel.say("stage", text="warming up")
     model.generate(**tokenizer(question, return_tensors="pt"), max_new_tokens=2, do_sample=False)
-    cold, resumed, reused = [], [], {}
-    with open_cache(job["store"], config) as kv:
-        for run in range(NUM_RUNS):
-            channel.say("stage", text=f"first token cold, run {run + 1} of {NUM_RUNS}")
-            with chats(kv, run).session(f"cold {run}", system=script.document) as session:
-                cold.append(first_token_s(session, question))
-        channel.say("stage", text="an answer to compare")
-        with chats(kv, NUM_RUNS).session("comparison") as session:
-            ids = remember(session, model, tokenizer(script.document)["input_ids"])
+    cold: list[float] = []
+    resumed: list[float] = []
+    for run in range(NUM_RUNS):
+        for name, seconds in (("cold", cold), ("resumed", resumed)):
+            channel.say("stage", text=f"first token {name}, {run + 1} of {NUM_RUNS}")
+            with (
+                open_cache(job["store"], config) as kv,
+                chats(kv, run).session(f"{name} {run}", system=script.document) as session,
+            ):
+                seconds.append(first_token_s(session, question))
+                reused = spent(session)
+    channel.say("stage", text="an answer to compare")
+    with open_cache(job["store"], config) as kv, chats(kv, NUM_RUNS).session("comparison") as session:
+        ids = remember(session, model, tokenizer(script.document)["input_ids"])
     channel.say("stage", text="restored against never evicted")
     with open_cache(job["store"], config) as kv, chats(kv, NUM_RUNS).session("comparison") as session:
         kv_differences, logits_differences = compare(session, model, *ids)
-    for run in range(NUM_RUNS):
-        channel.say("stage", text=f"first token resumed, opening {run + 1} of {NUM_RUNS}")
-        with (
-            open_cache(job["store"], config) as kv,
-            chats(kv, run).session(f"resumed {run}", system=script.document) as session,
-        ):
-            resumed.append(first_token_s(session, question))
-            reused = spent(session)
     channel.say(
         "measured",
         cold_ttft_s=median(cold),
