@@ -24,9 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_FOR_A_BUG = Plan(
-    num_kills=36, num_cuts=0, num_images=500, num_faults=60, hostile_every=900, crowd_s=6.0, environment=True
-)
+_FOR_A_BUG = Plan(num_kills=24, num_cuts=0, num_images=300, num_faults=40, hostile_every=2000, crowd_s=6.0)
 _MIN_BUGS = 20
 _BUG_HANG_S = 300.0
 

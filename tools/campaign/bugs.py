@@ -6,10 +6,13 @@ None has a test written for it: each is caught, or not, by the parts and checks 
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import xxhash
 
 import tieredkv.mover
 import tieredkv.room
@@ -33,7 +36,14 @@ from tieredkv.testing.sim_fs import SimFile, SimFs
 from tieredkv.tier.base import Verdict
 from tieredkv.tier.slab import SlabStore
 from tieredkv.tier.workers import Batch
-from tieredkv.wal.format import LogPosition, decode_header, segment_name
+from tieredkv.wal.format import (
+    FRAME_HEADER_NBYTES,
+    Frame,
+    LogPosition,
+    decode_frame,
+    decode_header,
+    segment_name,
+)
 from tieredkv.wal.reader import LogRead, SegmentReader
 from tieredkv.wal.writer import LogWriter
 
@@ -131,16 +141,21 @@ def _bug_5(patch: Patch) -> None:
 
 @bug("index before payload")
 def _bug_6(patch: Patch) -> None:
-    write = SlabStore.write
+    write, commit, waiting = SlabStore.write, Journal._commit, []
 
-    def late(self: Any, part_nbytes: int, slots: Any, headers: Any, payloads: Any) -> Any:
-        kept = [bytes(part) for part in payloads]
-        headers["checksum"] = [tieredkv.tier.slab_format.xxhash.xxh3_64_intdigest(part) for part in kept]
-        aligned = [memoryview(bytearray(part)) for part in kept]
-        threading.Timer(0.03, write, (self, part_nbytes, slots, headers, aligned)).start()
+    def later(self: Any, part_nbytes: int, slots: Any, headers: Any, payloads: Any) -> Any:
+        copies = [memoryview(bytearray(part)) for part in payloads]
+        headers["checksum"] = [xxhash.xxh3_64_intdigest(part) for part in copies]
+        waiting.append((self, part_nbytes, slots, headers, copies))
         return headers["checksum"].copy()
 
-    patch.set(SlabStore, "write", late)
+    def commit_first(self: Any, batch: Any) -> None:
+        commit(self, batch)
+        while waiting:
+            write(*waiting.pop())
+
+    patch.set(SlabStore, "write", later)
+    patch.set(Journal, "_commit", commit_first)
 
 
 @bug("a flush does not sync payloads")
@@ -181,7 +196,19 @@ def _bug_11(patch: Patch) -> None:
 
 @bug("skip the frame checksum")
 def _bug_12(patch: Patch) -> None:
-    patch.set(tieredkv.wal.reader, "frame_verifies", lambda header, frame, raw: True)
+    def trusting(header: Any, raw: memoryview) -> Any:
+        frame = decode_frame(header, raw)
+        if frame is not None or len(raw) < FRAME_HEADER_NBYTES:
+            return frame
+        checksum, marker, previous, first_lsn, durable_lsn, nbytes, count = struct.unpack_from(
+            "<Q8sQQQII", raw
+        )
+        if marker != header.marker or FRAME_HEADER_NBYTES + nbytes > len(raw):
+            return None
+        body = raw[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
+        return Frame(checksum, previous, first_lsn, durable_lsn, count, body)
+
+    patch.set(tieredkv.wal.reader, "decode_frame", trusting)
 
 
 @bug("append after a torn end")
@@ -216,7 +243,10 @@ def _bug_15(patch: Patch) -> None:
     peek = SegmentReader.peek
 
     def hopeful(self: Any) -> Any:
-        return peek(self) or next(iter(self.stray_frames()), None)
+        frame = peek(self)
+        if frame is None:
+            self.offset, frame = next(iter(self.stray_frames()), (self.offset, None))
+        return frame
 
     patch.set(SegmentReader, "peek", hopeful)
 

@@ -91,7 +91,7 @@ Report = Callable[[str, int, int], None]
 def run(plan: Plan, seed: int, report: Report, stop_early: bool = False) -> Totals:
     """Run every part of `plan`; with `stop_early` only up to the first that finds something."""
     totals = Totals()
-    for part in (_images, _faults, _kills, _threads, _hostile, _environment, _cuts):
+    for part in PARTS.values():
         part(plan, seed, totals, report)
         if stop_early and totals.findings:
             break
@@ -178,8 +178,8 @@ def only(part: str, plan: Plan, seed: int, report: Report) -> Totals:
 
 
 PARTS: dict[str, Callable[[Plan, int, Totals, Report], None]] = {
-    "simulated": _images, "faults": _faults, "kills": _kills, "threads": _threads, "hostile": _hostile,
-    "environment": _environment, "power": _cuts,
+    "simulated": _images, "faults": _faults, "kills": _kills, "threads": _threads, "environment": _environment,
+    "hostile": _hostile, "power": _cuts,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from tieredkv.testing.sim_fs import Fault, Op, SimFs
 
 from .processes import Say
 from .simulated import PATH, Examination
-from .workload import Events, Life, draw_config, seeded_salts, small_scale
+from .workload import Events, Life, StillClock, draw_config, seeded_salts, small_scale
 
 _CALLS = (
     "pwritev", "pwritev", "datasync", "datasync", "preadv", "preadv", "allocate", "create", "open_file",
@@ -79,7 +79,7 @@ def _faulted(seed: int, findings: Findings, digests: set[bytes]) -> bool:
 
     fs = SimFs(before_op=before, seed=seed, direct=rng.random() < 0.5)
     events = Events(lambda: fs.num_ops)
-    life = Life(PATH, config, events, rng, fs=fs)
+    life = Life(PATH, config, events, rng, fs=fs, clock=StillClock())
     fs.faults.append(fault)
     with observed(events):
         opened = _live(life, rng, findings, where)

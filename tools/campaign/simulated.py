@@ -20,7 +20,17 @@ from tieredkv.testing.sim_fs import Op, SimFs
 from tieredkv.units import parse_nbytes
 
 from .processes import Say
-from .workload import HYBRID, Events, Life, Prompt, draw_config, seeded_salts, small_scale, space_of
+from .workload import (
+    HYBRID,
+    Events,
+    Life,
+    Prompt,
+    StillClock,
+    draw_config,
+    seeded_salts,
+    small_scale,
+    space_of,
+)
 
 PATH = "/sim/store"
 
@@ -90,7 +100,7 @@ def _live(
     fs = SimFs(before_op=before, seed=seed, direct=rng.random() < 0.5)
     events = Events(lambda: fs.num_ops)
     pauses = {"pause": 1} if config.durability == "group" else {}
-    life = Life(PATH, config, events, rng, fs=fs, weights=pauses)
+    life = Life(PATH, config, events, rng, fs=fs, weights=pauses, clock=StillClock())
     with observed(events):
         life.open()
         life.run(rng.choice((6, 12, 25, 50)))

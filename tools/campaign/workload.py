@@ -27,7 +27,7 @@ from tieredkv import (
     Turn,
 )
 from tieredkv.errors import SessionError, StoreUnusable
-from tieredkv.system import Fs
+from tieredkv.system import Clock, Fs
 from tieredkv.testing.oracle import (
     Event,
     Part,
@@ -126,6 +126,16 @@ class Events:
         self.kept.append(Event(self.where(), what, args))
 
 
+class StillClock:
+    """Time that does not pass, so that no image differs from another by when it was made."""
+
+    def monotonic(self) -> float:
+        return 1.0
+
+    def wall(self) -> float:
+        return 1.0
+
+
 class Life:
     """One store, used by one thread.
 
@@ -146,6 +156,7 @@ class Life:
         sessions: dict[str, SessionFacts] | None = None,
         prompts: Sequence[Prompt] = (),
         weights: dict[str, int] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.path = path
         self.config = config
@@ -160,6 +171,7 @@ class Life:
         self._recorder = recorder
         self._rng = rng
         self._fs = fs
+        self._clock = clock
         self._prompts = list(prompts)
         self._alive = {name for name, facts in (sessions or {}).items() if facts.states[-1] is not None}
         self._weights = {**_WEIGHTS, **(weights or {})}
@@ -173,7 +185,7 @@ class Life:
 
     def open(self) -> None:
         self._note("phase", name="open")
-        self._cache = tieredkv.open(self.path, self.config, fs=self._fs)
+        self._cache = tieredkv.open(self.path, self.config, fs=self._fs, clock=self._clock)
         for tenant in TENANTS:
             self.space(tenant)
         self._note("phase", name="use")

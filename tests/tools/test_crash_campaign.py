@@ -1,0 +1,119 @@
+"""Every part of the campaign on a small scale: green as things are, and red with a bug in the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from campaign import bugs, campaign, faults, hostile, kills, power, simulated, threads
+from campaign.campaign import Plan, Totals
+from campaign.processes import run_jobs
+
+TINY = Plan(
+    num_kills=4, num_cuts=0, num_images=40, num_faults=10, hostile_every=0, crowd_s=2.0, environment=False
+)
+
+
+def quiet(**_word: Any) -> None:
+    pass
+
+
+def test_simulated_crashes_are_distinct_and_find_nothing() -> None:
+    result = simulated.crash_batch(quiet, 5, 25)
+    assert len(set(result["digests"])) >= 20
+    assert not any(result["findings"].values()), result["findings"]
+
+
+def test_a_life_without_pauses_is_the_same_each_time() -> None:
+    first, second = (set(simulated.crash_batch(quiet, 21, 10)["digests"]) for _ in range(2))
+    assert len(first & second) > len(first) // 2
+
+
+def test_one_fault_in_a_life_is_borne_and_counted() -> None:
+    result = faults.fault_batch(quiet, 3, 8)
+    assert not any(result["findings"].values()), result["findings"]
+
+
+def test_kills_at_named_steps() -> None:
+    outcome = next(
+        run_jobs(
+            [("lane", lambda say: kills.lane(say, 3, 4, ("append", "recovery"), kills.Sigkill(None)))],
+            width=1,
+        )
+    )
+    assert outcome.result["by_step"].get("append", 0) > 0
+    assert not any(outcome.result["findings"].values()), outcome.result["findings"]
+
+
+def test_power_cuts_where_they_can_be_made() -> None:
+    why = power.unavailable()
+    if why:
+        pytest.skip(why)
+    outcome = next(
+        run_jobs(
+            [("lane", lambda say: kills.lane(say, 4, 2, ("sync",), power.LoopDisk(by_copy=False)))], width=1
+        )
+    )
+    assert not any(outcome.result["findings"].values()), outcome.result["findings"]
+
+
+def test_hostile_cases_cover_every_bit_and_are_read_in_children() -> None:
+    image, expected = hostile.base()
+    cases = hostile.all_cases(image)
+    assert len(cases) > 100_000
+    assert sum(len(d.rstrip(b"\0")) for p, d in image.files.items() if p.endswith(".slab")) < 128 << 10
+    outcome = next(
+        run_jobs([("few", lambda say: hostile.run_cases(say, image, expected, cases[5::4001]))], width=1)
+    )
+    assert outcome.result["hostile"] > 20
+    assert not any(outcome.result["findings"].values()), outcome.result["findings"]
+
+
+def test_a_crowd_of_threads() -> None:
+    outcome = next(run_jobs([("crowd", lambda say: threads.crowd(say, 1, 2.0))], width=1))
+    assert outcome.result["calls"] > 100
+    assert not any(outcome.result["findings"].values()), outcome.result["findings"]
+
+
+def test_a_child_that_dies_and_one_that_hangs_are_seen() -> None:
+    import os
+    import time
+
+    outcomes = {
+        o.name: o
+        for o in run_jobs(
+            [("dies", lambda say: os.abort()), ("hangs", lambda say: time.sleep(60))], timeout_s=1.0
+        )
+    }
+    assert outcomes["dies"].died.startswith("SIGABRT")
+    assert "sleep" in outcomes["hangs"].hung or outcomes["hangs"].hung
+    totals = Totals()
+    for outcome in outcomes.values():
+        totals.take("kills", outcome)
+    assert totals.findings.counts()["dead_processes"] == 1 and totals.findings.counts()["hangs"] == 1
+
+
+def test_there_are_twenty_bugs_and_each_can_be_planted_and_taken_out() -> None:
+    assert len(bugs.BUGS) >= 20
+    for plant in bugs.BUGS.values():
+        with plant():
+            pass
+    result = simulated.crash_batch(quiet, 5, 10)
+    assert not any(result["findings"].values())
+
+
+@pytest.mark.parametrize(
+    "name", ["skip the directory sync", "skip the payload checksum", "keep a purged checkpoint"]
+)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    def job(say: Any) -> Any:
+        with bugs.BUGS[name]():
+            return campaign.as_job(Plan(0, 0, 240, 0, 0, 0.0, environment=False), 1)(say)
+
+    outcome = next(run_jobs([(name, job)], width=1, timeout_s=120.0))
+    assert outcome.died or outcome.result["found_by"], f"{name} was not caught"
