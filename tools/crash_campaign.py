@@ -12,12 +12,13 @@ import os
 import secrets
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from bench.figures import Figure, none_of, unmeasured
-from campaign import bugs, campaign
+from campaign import bugs, campaign, simulated
 from campaign.campaign import FULL, SHORT, Plan, Totals
 from campaign.processes import Job, run_jobs
 from rich.console import Console
@@ -34,6 +35,9 @@ def main(
     full: Annotated[bool, typer.Option("--full", help="Everything; hours.")] = False,
     seeded_bugs: Annotated[bool, typer.Option("--seeded-bugs", help="Plant known bugs one by one.")] = False,
     only: Annotated[str, typer.Option(help=f"One part: {', '.join(campaign.PARTS)}; or one bug.")] = "",
+    replay: Annotated[
+        Path | None, typer.Option(help="A crash that an earlier run kept; opened and judged again.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of all that is drawn; 0 draws one.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
@@ -42,7 +46,11 @@ def main(
     seed = seed or secrets.randbelow(1 << 20) + 1
     console = Console(stderr=True)
     console.print(f"seed {seed}, process {os.getpid()}", style="dim")
-    if seeded_bugs:
+    if replay:
+        lines = simulated.replay(replay).lines()
+        result, ok = {"replayed": str(replay), "findings": lines}, not lines
+        console.print("\n".join(lines) or "nothing is wrong any more", markup=False)
+    elif seeded_bugs:
         result, ok = _plant_all(console, seed, only)
     else:
         result, ok = _campaign(console, FULL if full else SHORT, seed, only, full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from pathlib import Path
 
 import pytest
 
@@ -218,3 +219,13 @@ def test_an_image_changes_by_bit_and_comes_back_as_a_disk() -> None:
     image = fs.disk.seen().with_bit_flipped("/d/a", 8)
     assert SimFs(image).disk.seen().files == {"/d/a": b"\x00\x00"}
     assert image.with_file("/d/a", None).files == {}
+
+
+def test_an_image_is_laid_out_as_real_files_and_read_back(tmp_path: Path) -> None:
+    fs = disk()
+    fs.make_dir("/d/sub")
+    written(fs, "/d/sub/a", b"x" * 700, sync=True)
+    image = fs.disk.seen()
+    image.write_to(tmp_path / "out", "/d")
+    assert (tmp_path / "out/sub/a").read_bytes() == b"x" * 700
+    assert Image.read_from(tmp_path / "out", "/d").digest() == image.digest()

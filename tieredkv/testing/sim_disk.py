@@ -74,6 +74,20 @@ class Image:
                     real.parent.mkdir(parents=True, exist_ok=True)
                     real.write_bytes(self.files[path])
 
+    @classmethod
+    def read_from(cls, source: Path, root: str) -> Image:
+        """The files and directories in `source` as an image with them below `root`."""
+        files, dirs = dict[str, bytes](), {root}
+        for real in sorted(source.rglob("*")):
+            path = f"{root}/{real.relative_to(source)}"
+            if real.is_dir():
+                dirs.add(path)
+            else:
+                files[path] = real.read_bytes()
+        parts = root.strip("/").split("/")
+        dirs.update("/" + "/".join(parts[:count]) for count in range(len(parts)))
+        return cls(files, frozenset(dirs))
+
 
 @dataclass(frozen=True)
 class Write:

@@ -3,19 +3,22 @@ crash there could leave is opened and compared with what the oracle expects of t
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tieredkv import Config
 from tieredkv import open as open_store
 from tieredkv.errors import StoreUnusable
-from tieredkv.testing.oracle import Expectation, Findings, Oracle, examine, observed, traces
-from tieredkv.testing.sim_disk import Frozen, Image, Item
+from tieredkv.testing.oracle import Event, Expectation, Findings, Oracle, examine, observed, traces
+from tieredkv.testing.sim_disk import Frozen, Image, Item, shrink
 from tieredkv.testing.sim_fs import Op, SimFs
 from tieredkv.units import parse_nbytes
 
@@ -121,24 +124,59 @@ def _crash(
     seed: int,
 ) -> None:
     """One crash at this moment: what SIGKILL would leave, or a draw of what power loss would."""
-    power = rng.random() < 0.85
+    power, stale = rng.random() < 0.85, rng.random() < 0.2
     lost = moment.frozen.draw(rng) if power else frozenset[Item]()
-    image = moment.frozen.image(lost, stale=rng.random() < 0.2)
+    image = moment.frozen.image(lost, stale=stale)
     digest = image.digest()
     if digest in seen:
         return
     seen.add(digest)
-    expected = oracle.expect(power=power, at=moment.op.number, level=config.durability)
     op = moment.op
+    expected = oracle.expect(power=power, at=op.number, level=config.durability)
     where = f"seed {seed} op {op.number} ({op.call} {os.path.basename(op.path)}), {len(lost)} lost"
     examination = Examination(config, expected, where, rng)
-    tally.findings.add(examination.of(image))
+    found = examination.of(image)
+    if found and not tally.findings:
+        found.broken.append(_keep(moment, lost, stale, power, oracle, config, expected, seed))
+    tally.findings.add(found)
     for again in examination.crashes_in_recovery:
         if again.digest() not in seen:
             seen.add(again.digest())
             tally.num_in_recovery += 1
             once_more = Examination(config, expected, f"{where}, again in recovery", rng, deeper=False)
             tally.findings.add(once_more.of(again))
+
+
+def _keep(
+    moment: _Moment, lost: frozenset[Item], stale: bool, power: bool, oracle: Oracle, config: Config,
+    expected: Expectation, seed: int,
+) -> str:  # fmt: skip
+    """Shrink a failing crash and keep it as a directory that `replay` opens again; says where."""
+
+    def fails(items: frozenset[Item]) -> bool:
+        image = moment.frozen.image(items, stale=stale)
+        return bool(Examination(config, expected, "", random.Random(seed), deeper=False).of(image))
+
+    least = shrink(lost, fails, max_tries=40) if fails(lost) else lost
+    folder = Path(tempfile.mkdtemp(prefix=f"crash-{seed}-{moment.op.number}-"))
+    moment.frozen.image(least, stale=stale).write_to(folder / "store", PATH)
+    events = [event.line() for event in oracle.events if event.at <= moment.op.number]
+    (folder / "events.jsonl").write_bytes(b"".join(events))
+    what = {"power": power, "config": asdict(config), "lost": [list(item) for item in sorted(least)]}
+    (folder / "crash.json").write_text(json.dumps(what))
+    return f"kept in {folder}, {len(least)} losses are enough"
+
+
+def replay(folder: Path) -> Findings:
+    """Open a kept crash again and judge it as before."""
+    what = json.loads((folder / "crash.json").read_text())
+    oracle = Oracle()
+    oracle.add(Event.parse(line) for line in (folder / "events.jsonl").read_bytes().splitlines())
+    config = Config(**what["config"])
+    expected = oracle.expect(power=what["power"], level=config.durability)
+    with small_scale():
+        image = Image.read_from(folder / "store", PATH)
+        return Examination(config, expected, folder.name, random.Random(0), deeper=False).of(image)
 
 
 @dataclass
