@@ -22,8 +22,8 @@ ROWS = r"""
     policy: base lru arc registry
     tier: base arena stream tensor workers slab_format slab_file slab lmdb_store
     wal: records format reader writer
-    table: key_index block_table catalog state checkpoint journal recovery salvage trace audit \
-        kept_log timeline history follow crash repair rescue
+    table: key_index block_table catalog state checkpoint journal recovery salvage trace
+    audit: report kept_log timeline history follow crash repair rescue
     plan residency disk spiller prefix room mover
     namespace sessions removal cache
     attention* hf*

@@ -31,15 +31,15 @@ import typer
 from replaying import view
 from rich.console import Console
 
+from tieredkv.audit.crash import EVERY_BYTE, EVERY_RECORD, crash_at
+from tieredkv.audit.follow import Follower
+from tieredkv.audit.history import difference, life_of_block, life_of_session, records, state_at
+from tieredkv.audit.repair import truncate
+from tieredkv.audit.report import fsck
+from tieredkv.audit.rescue import rescue
+from tieredkv.audit.timeline import timeline
 from tieredkv.errors import BadInput, NotAStore, TieredKVError
 from tieredkv.table import trace
-from tieredkv.table.audit import fsck
-from tieredkv.table.crash import EVERY_BYTE, EVERY_RECORD, crash_at
-from tieredkv.table.follow import Follower
-from tieredkv.table.history import difference, life_of_block, life_of_session, records, state_at
-from tieredkv.table.repair import truncate
-from tieredkv.table.rescue import rescue
-from tieredkv.table.timeline import timeline
 
 _POLL_S = 0.05
 

@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from core_helpers import IDENTITY, MIXED, load_checked, opened, prompt, store
 
+from tieredkv.audit.report import fsck
+from tieredkv.audit.rescue import rescue
 from tieredkv.errors import BadInput
-from tieredkv.table.audit import fsck
-from tieredkv.table.rescue import rescue
 
 OTHER = dataclasses.replace(IDENTITY, weights="cd" * 32)
 

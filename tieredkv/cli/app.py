@@ -55,7 +55,7 @@ def demo(
 @app.command()
 def stat(directory: Directory, as_json: AsJson = False) -> None:
     """What is in a store: namespaces, sessions, parts by tier, log, checkpoints, last recovery."""
-    from ..table.audit import stat as read_stat
+    from ..audit.report import stat as read_stat
     from .inspect import print_stat
 
     found = read_stat(directory)
@@ -74,8 +74,8 @@ def fsck(
     as_json: AsJson = False,
 ) -> None:
     """Verify every reachable byte of a store. Exit code 0 clean, 1 loss, 2 damage, 3 no store."""
-    from ..table.audit import fsck as check
-    from ..table.repair import repair
+    from ..audit.repair import repair
+    from ..audit.report import fsck as check
     from .inspect import print_fsck, with_progress
 
     report = with_progress(lambda progress: check(directory, progress))

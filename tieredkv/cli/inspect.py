@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..table.audit import FsckReport, StoreStat
+from ..audit.report import FsckReport, StoreStat
 from ..units import format_nbytes
 
 _MAX_SHOWN = 20

@@ -15,7 +15,7 @@ from bench.child import Say
 
 from tieredkv.block.layout import TOKENS, BlockLayout, LayerGroup, TensorSpec
 from tieredkv.system import OsFs
-from tieredkv.table import audit
+from tieredkv.audit import report
 from tieredkv.table.catalog import NamespaceRow
 from tieredkv.table.recovery import recover
 from tieredkv.table.state import State
@@ -95,7 +95,7 @@ def replay_once(say: Say, path: str) -> dict[str, Any]:
     _settle_imports()
     before = peak_nbytes()
     began = time.perf_counter()
-    reading = audit.read(path)
+    reading = report.read(path)
     seconds = time.perf_counter() - began
     return {
         "seconds": seconds, "read_s": min(read_s, *(_read_all(path) for _ in range(2))),

@@ -19,11 +19,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tieredkv.table.crash import CrashReport
-from tieredkv.table.history import Difference, Life, Moment, PartAt
-from tieredkv.table.repair import Truncated
-from tieredkv.table.rescue import Rescued
-from tieredkv.table.timeline import Timeline
+from tieredkv.audit.crash import CrashReport
+from tieredkv.audit.history import Difference, Life, Moment, PartAt
+from tieredkv.audit.repair import Truncated
+from tieredkv.audit.rescue import Rescued
+from tieredkv.audit.timeline import Timeline
 from tieredkv.units import format_nbytes
 
 _MAX_SHOWN = 20

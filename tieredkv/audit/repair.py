@@ -14,17 +14,17 @@ import numpy as np
 from ..errors import BadInput
 from ..outcomes import Counters
 from ..system import Fs, OsFs
+from ..table.journal import Journal
+from ..table.recovery import WAL, claim, free_name, recover
+from ..table.salvage import salvage
+from ..table.state import State
 from ..tier.base import PartStore
 from ..units import MiB
 from ..wal.format import segment_name
 from ..wal.reader import End, LogEnd
 from ..wal.records import DROP, DROP_DTYPE
 from ..wal.writer import LogWriter
-from .audit import BadPart, payloads_of, read
-from .journal import Journal
-from .recovery import WAL, claim, free_name, recover
-from .salvage import salvage
-from .state import State
+from .report import BadPart, payloads_of, read
 
 _TIMEOUT_S = 60.0
 _CAUSE_DAMAGED = 3

@@ -18,6 +18,10 @@ import torch
 from ..errors import NotAStore
 from ..outcomes import Tier
 from ..system import Fs, OsFs
+from ..table.key_index import Rows
+from ..table.recovery import SLABS, WAL, Survey, restore, survey
+from ..table.salvage import salvage
+from ..table.state import State
 from ..tier.base import PartStore, Verdict
 from ..tier.lmdb_store import PAYLOAD_NAME, LmdbStore
 from ..tier.slab import SlabStore
@@ -25,10 +29,6 @@ from ..tier.slab_format import EXPECTED_DTYPE, SLOT_HEADER_NBYTES
 from ..units import PAGE_NBYTES
 from ..wal.format import CheckpointRef
 from ..wal.reader import End, LogRead
-from .key_index import Rows
-from .recovery import SLABS, WAL, Survey, restore, survey
-from .salvage import salvage
-from .state import State
 
 _BATCH_NBYTES = 32 << 20
 _READ_TIMEOUT_S = 60.0

@@ -10,13 +10,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from core_helpers import IDENTITY, MIXED, opened, prompt, store
 
+from tieredkv.audit.crash import EVERY_BYTE, crash_at, fingerprint
+from tieredkv.audit.history import difference, life_of_block, records, state_at
+from tieredkv.audit.repair import truncate
+from tieredkv.audit.timeline import timeline
 from tieredkv.errors import BadInput, StoreHeld
 from tieredkv.system import OsFs
-from tieredkv.table.crash import EVERY_BYTE, crash_at, fingerprint
-from tieredkv.table.history import difference, life_of_block, records, state_at
 from tieredkv.table.recovery import claim
-from tieredkv.table.repair import truncate
-from tieredkv.table.timeline import timeline
 
 
 def make(path: Path, num_prompts: int = 2, num_tokens: int = 69) -> Path:

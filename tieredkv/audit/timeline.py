@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from ..errors import CorruptFormat
 from ..outcomes import Tier
 from ..system import Fs
+from ..table.checkpoint import checkpoint_name, read_checkpoint
+from ..table.recovery import WAL
+from ..table.state import State
 from ..wal.format import CheckpointRef, LogPosition, SegmentHeader
 from ..wal.reader import End, SegmentInfo, SegmentReader
-from .audit import Reading, read
-from .checkpoint import checkpoint_name, read_checkpoint
 from .kept_log import KeptLog, count_kinds, kind_name, stray_runs
-from .recovery import WAL
-from .state import State
+from .report import Reading, read
 
 Progress = Callable[[int, int], None]
 

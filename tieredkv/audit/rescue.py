@@ -17,6 +17,10 @@ import numpy.typing as npt
 from ..errors import BadInput
 from ..outcomes import Counters, Tier
 from ..system import Fs, OsFs
+from ..table.journal import Journal
+from ..table.key_index import Rows
+from ..table.recovery import SLABS, WAL, claim
+from ..table.state import State
 from ..tier.base import PartStore, Verdict
 from ..tier.lmdb_store import LmdbStore
 from ..tier.slab import SlabStore
@@ -24,11 +28,7 @@ from ..tier.slab_format import SLOT_HEADER_NBYTES, new_headers
 from ..units import MiB
 from ..wal.records import NAMESPACE, PUT, PUT_DTYPE, SESSION, Run
 from ..wal.writer import LogWriter
-from .audit import Reading, batches_of, check_parts, payloads_of, read
-from .journal import Journal
-from .key_index import Rows
-from .recovery import SLABS, WAL, claim
-from .state import State
+from .report import Reading, batches_of, check_parts, payloads_of, read
 
 _TIMEOUT_S = 60.0
 _SEGMENT_NBYTES = MiB

@@ -17,16 +17,16 @@ import numpy.typing as npt
 from ..errors import BadInput, CorruptFormat
 from ..outcomes import Tier
 from ..system import Fs, OsFs
+from ..table.catalog import SessionRow
+from ..table.checkpoint import read_checkpoint
+from ..table.recovery import WAL
+from ..table.state import State
 from ..tier.slab_format import SLOT_HEADER_NBYTES
 from ..wal.format import CheckpointRef
 from ..wal.reader import LogRead
 from ..wal.records import ANCHOR, DROP, PUT, REMOVAL, SESSION, SESSION_END, Run
-from .audit import Reading, read
-from .catalog import SessionRow
-from .checkpoint import read_checkpoint
 from .kept_log import KeptLog, describe
-from .recovery import WAL
-from .state import State
+from .report import Reading, read
 
 _MIN_PREFIX = 8
 

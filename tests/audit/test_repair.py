@@ -8,10 +8,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from core_helpers import IDENTITY, MIXED, load_checked, opened, prompt, store
 
+from tieredkv.audit.repair import repair
+from tieredkv.audit.report import fsck, read
 from tieredkv.system import OsFs
-from tieredkv.table.audit import fsck, read
 from tieredkv.table.recovery import unlink_broken
-from tieredkv.table.repair import repair
 
 
 def test_repair_drops_what_is_bad_and_keeps_the_rest(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import CorruptFormat
 from ..system import Fs
+from ..table.recovery import WAL, Survey
 from ..wal.format import SegmentHeader
 from ..wal.reader import End, LogRead, SegmentReader
 from ..wal.records import (
@@ -31,7 +32,6 @@ from ..wal.records import (
     Run,
     join_runs,
 )
-from .recovery import WAL, Survey
 
 DROP_CAUSES = {1: "evicted", 2: "released", 3: "damaged", 4: "removed", 5: "failed sync"}
 

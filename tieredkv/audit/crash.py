@@ -27,6 +27,9 @@ import xxhash
 from ..errors import BadInput, TieredKVError
 from ..system import Fs
 from ..system.overlay import OverlayFs
+from ..table.checkpoint import checkpoint_name, read_checkpoint
+from ..table.recovery import WAL, recover
+from ..table.state import State
 from ..wal.format import (
     FRAME_HEADER_NBYTES,
     HEADER_NBYTES,
@@ -38,11 +41,8 @@ from ..wal.format import (
 )
 from ..wal.reader import End, SegmentReader
 from ..wal.records import DTYPES, Run, decode_runs
-from .audit import Reading, read
-from .checkpoint import checkpoint_name, read_checkpoint
 from .kept_log import KeptLog
-from .recovery import WAL, recover
-from .state import State
+from .report import Reading, read
 from .timeline import num_parts
 
 EVERY_RECORD, EVERY_BYTE = "every-record", "every-byte"

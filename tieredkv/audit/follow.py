@@ -13,11 +13,11 @@ from typing import Any
 
 from ..errors import CorruptFormat, NotAStore
 from ..system import Fs, OsFs
+from ..table.recovery import WAL, survey
 from ..wal.format import LogPosition, SegmentHeader
 from ..wal.reader import SegmentReader, refuse_newer, scan_segments
 from ..wal.records import join_runs
 from .kept_log import describe
-from .recovery import WAL, survey
 
 
 class Follower:

@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from core_helpers import IDENTITY, MIXED, opened, prompt, store
 
+from tieredkv.audit.report import fsck, read, stat
 from tieredkv.errors import NotAStore
-from tieredkv.table.audit import fsck, read, stat
 
 
 def test_stat_of_a_living_store_sees_what_a_crash_would_leave(tmp_path: Path) -> None:

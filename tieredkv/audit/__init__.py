@@ -1,0 +1,1 @@
+"""Looks into a store from outside, for operators: reports, history, simulated crashes, repair and rescue."""
