@@ -6,7 +6,6 @@ The command itself loads no model. It starts children, shows what they say, kill
 from __future__ import annotations
 
 import secrets
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,10 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from ..errors import PathUnusable, TieredKVError
+from ..errors import TieredKVError
 from .child import Child, Event
 from .model import PACKAGE, local_copy, require, user_folder
 from .report import MAX_NEAR_TIE, Outcome, figures
+from .scratch import scratch_folder
 from .script import Script
 from .view import View
 
@@ -65,7 +65,7 @@ def run_demo(console: Console, model: Path | None, script: Script, directory: Pa
     with ExitStack() as stack:
         view = View(console)
         stack.callback(view.close)
-        scratch = Path(stack.enter_context(_scratch_folder()))
+        scratch = stack.enter_context(scratch_folder(user_folder()))
         demo = Demo(view, model or _own_model(view), script, scratch)
         killed = demo.killed_run(directory or scratch / "chat")
         reference = demo.reference_run()
@@ -190,12 +190,3 @@ def _own_model(view: View) -> Path:
         for event in child.events():
             view.show(event)
     return local_copy()
-
-
-def _scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """On the disk of the user's cache folder: the system's temporary folder is often memory."""
-    try:
-        user_folder().mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix="demo-", dir=user_folder())
-    except OSError as error:
-        raise PathUnusable(f"{user_folder()}: {error.strerror}") from None
