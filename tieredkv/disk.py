@@ -362,9 +362,9 @@ def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes) -> PartStore:
 
 def _punch_unused(store: PartStore, resident: Residency) -> None:
     """Give back the file space of chunks in which nothing lives: leftovers of parts that were dropped."""
-    for part_nbytes, num_chunks in store.num_chunks().items():
+    for part_nbytes in store.num_chunks():
         stride = part_nbytes + SLOT_HEADER_NBYTES
-        chunks = range(num_chunks)
+        chunks = sorted(store.held_chunks(part_nbytes))
         unused = [chunk for chunk in chunks if not resident.arena.num_live_in(stride, [chunk])]
         resident.punch([(stride, chunk) for chunk in unused])
 

@@ -142,6 +142,10 @@ class PartStore(Protocol):
         """
         ...
 
+    def held_chunks(self, part_nbytes: int) -> frozenset[int]:
+        """Numbers of the chunks of that pool that may hold bytes, in use or left behind."""
+        ...
+
     def num_chunks(self) -> dict[int, int]:
         """`part_nbytes → n`: only chunks below n of that pool may hold bytes, in use or left behind."""
         ...

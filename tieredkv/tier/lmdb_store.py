@@ -175,6 +175,17 @@ class LmdbStore:
                 while there and bytes(cursor.key()) < end:
                     there = cursor.delete()
 
+    def held_chunks(self, part_nbytes: int) -> frozenset[int]:
+        per_chunk = self._geometry.slots_per_chunk(SLOT_HEADER_NBYTES + part_nbytes)
+        chunks = set()
+        with self._reading() as txn:
+            cursor = txn.cursor()
+            there = cursor.set_range(_KEY.pack(part_nbytes, 0))
+            while there and _KEY.unpack(cursor.key())[0] == part_nbytes:
+                chunks.add(_KEY.unpack(cursor.key())[1] // per_chunk)
+                there = cursor.set_range(_KEY.pack(part_nbytes, (max(chunks) + 1) * per_chunk))
+        return frozenset(chunks)
+
     def num_chunks(self) -> dict[int, int]:
         counts: dict[int, int] = {}
         with self._reading() as txn:

@@ -234,6 +234,11 @@ class SlabStore:
             for chunk in sorted(wanted & slab.chunks) if slab.failed is None else ():
                 slab.punch(chunk)
 
+    def held_chunks(self, part_nbytes: int) -> frozenset[int]:
+        with self._lock:
+            mine = [slab.chunks for (size, _), slab in self._slabs.items() if size == part_nbytes]
+        return frozenset().union(*mine)
+
     def num_chunks(self) -> dict[int, int]:
         counts: dict[int, int] = {}
         with self._lock:

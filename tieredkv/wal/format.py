@@ -39,9 +39,10 @@ from ..units import KiB, MiB
 from .records import PackedRun, Run, encode_runs, runs_nbytes, split_runs
 
 VERSION = 1
+_MAX_VERSION = 0xFFFF
 HEADER_NBYTES = 4 * KiB
 MAX_SEGMENT_NBYTES = 64 * MiB
-_MAX_LSN = 1 << 62  # what comes after it must still fit its field
+_MAX_LSN = 1 << 62
 _MAX_OPEN_NUMBER = 1 << 31
 
 _MAGIC = b"tieredkv"
@@ -92,6 +93,12 @@ class SegmentHeader:
     segment_nbytes: int
     salt: bytes = field(default_factory=lambda: os.urandom(16), repr=False)
     checksum: int = 0
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether a store can have reached these numbers; what comes after them fits its fields."""
+        lsns = (self.first_lsn, self.durable_lsn, self.previous.lsn, self.checkpoint.lsn)
+        return max(lsns) <= _MAX_LSN and self.open_number <= _MAX_OPEN_NUMBER
 
     @cached_property
     def seed(self) -> int:
@@ -163,12 +170,12 @@ def decode_header(raw: bytes) -> SegmentHeader:
         raise CorruptFormat("the segment header's checksum differs")
     (_, version, open_number, salt, number, first_lsn, durable_lsn, previous_number, cut_lsn, chain,
      checkpoint_lsn, checkpoint_nbytes, xxh3_128, segment_nbytes) = _HEADER.unpack_from(raw)  # fmt: skip
+    if version > _MAX_VERSION:  # a slot's header, whose magic begins like ours
+        raise CorruptFormat("no log segment header here")
     if version > VERSION:
         raise NewerFormat(f"written in log format {version}; this tieredkv knows formats up to {VERSION}")
     if not HEADER_NBYTES <= segment_nbytes <= MAX_SEGMENT_NBYTES:
         raise CorruptFormat(f"a segment of {segment_nbytes} bytes cannot be")
-    if max(first_lsn, durable_lsn, cut_lsn, checkpoint_lsn) > _MAX_LSN or open_number > _MAX_OPEN_NUMBER:
-        raise CorruptFormat("a segment header with numbers that no store can have reached")
     return SegmentHeader(
         number, first_lsn, durable_lsn, open_number, LogPosition(previous_number, cut_lsn, chain),
         CheckpointRef(checkpoint_lsn, checkpoint_nbytes, xxh3_128), segment_nbytes, salt, checksum,

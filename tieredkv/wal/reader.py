@@ -121,6 +121,8 @@ def _read_head(file: File, number: int) -> tuple[Head, SegmentHeader | None, str
         header = decode_header(bytes(raw[: file.preadv([raw], 0)]))
         if header.number != number:
             raise CorruptFormat(f"by its header it is segment {header.number}")
+        if not header.is_plausible:
+            raise CorruptFormat("its header has numbers that no store can have reached")
     except NewerFormat as error:
         return Head.NEWER, None, str(error)
     except CorruptFormat as error:
