@@ -36,6 +36,7 @@ from .workload import (
 )
 
 PATH = "/sim/store"
+_ENOUGH = 20  # findings after which one life has nothing more to tell
 
 
 @dataclass
@@ -71,6 +72,8 @@ def crash_batch(say: Say, seed: int, num_images: int) -> dict[str, Any]:
         seen: set[bytes] = set()
         tries = 0
         while len(seen) < num_images and tries < 4 * num_images and moments:
+            if len(tally.findings.lines()) > _ENOUGH:
+                break
             tries += 1
             moment = moments[tries % len(moments)]
             _crash(moment, oracle, config, rng, seen, tally, seed)
