@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 
+_NUM_PROMPT_TOKENS = 1536
+"""Of the document: three windows of the demo's own model, and half the time of the whole."""
+
 _NUM_ANSWER_TOKENS = 40
 """More than a block, so that a boundary falls into the answer, where calls are one token long."""
 
 _NUM_TAIL_TOKENS = 8
 
 
-def remember(session: Any, model: Any, prompt: list[int]) -> tuple[list[int], int]:
-    """Generate after `prompt` and keep it in `session`. Returns all tokens and the prompt's length."""
+def remember(session: Any, model: Any, document: list[int]) -> tuple[list[int], int]:
+    """Generate after the head of `document`, keep it in `session`; returns all tokens, and how many it had."""
+    prompt = document[:_NUM_PROMPT_TOKENS]
     attached = session.attach(torch.tensor([prompt]))
     limits = {"min_new_tokens": _NUM_ANSWER_TOKENS, "max_new_tokens": _NUM_ANSWER_TOKENS}
     with torch.inference_mode():
