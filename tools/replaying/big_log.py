@@ -13,9 +13,9 @@ import numpy.typing as npt
 import xxhash
 from bench.child import Say
 
+from tieredkv.audit import report
 from tieredkv.block.layout import TOKENS, BlockLayout, LayerGroup, TensorSpec
 from tieredkv.system import OsFs
-from tieredkv.audit import report
 from tieredkv.table.catalog import NamespaceRow
 from tieredkv.table.recovery import recover
 from tieredkv.table.state import State
