@@ -175,7 +175,9 @@ class Journal:
         Raises:
             OSError: the store cannot be written.
         """
-        if must_checkpoint:
+        # Openings that crash again and again leave a segment each, and no commit that would ask for a checkpoint.
+        is_full = self.log_nbytes + self._writer.segment_nbytes > self._log_max_nbytes
+        if must_checkpoint or (is_full and self.applied_lsn > self.checkpoint_lsn):
             if self.applied_lsn == 0:  # what was salvaged has no LSN, and 0 names the empty table
                 self.applied_lsn, self._next_lsn = 1, 2
             self._sync_parts()
@@ -190,6 +192,8 @@ class Journal:
             durable_lsn=self.durable_lsn,
         )
         self._segments.append(_Segment.of(header))
+        if is_full:
+            self._try_unlink_old(num_kept=min(2, len(self._checkpoints)))
         self._committer.start()
         self._syncer.start()
 
@@ -559,17 +563,20 @@ class Journal:
         self._appended_nbytes = 0
         self._checkpoints.insert(0, ref)
         self._counters.add("checkpoints")
+        self._try_unlink_old()
+
+    def _try_unlink_old(self, num_kept: int = 2) -> None:
         try:
-            self._unlink_old()
+            self._unlink_old(num_kept)
         except OSError as error:
             self._counters.add("unlink_errors")
             self.trouble = str(error)
 
-    def _unlink_old(self) -> None:
-        """Unlink the checkpoint before the previous one and segments that neither kept one needs."""
-        if len(self._checkpoints) < 2:
+    def _unlink_old(self, num_kept: int) -> None:
+        """Unlink the checkpoints before the newest `num_kept`, and segments that none of those needs."""
+        if len(self._checkpoints) < num_kept:
             return
-        del self._checkpoints[2:]
+        del self._checkpoints[num_kept:]
         failures = prune_checkpoints(self._fs, self._dir, {ref.lsn for ref in self._checkpoints})
         self._counters.add("unlink_errors", len(failures))
         needless = self._checkpoints[-1].lsn
