@@ -234,8 +234,8 @@ def _bug_13(patch: Patch) -> None:
 
 @bug("replay out of LSN order")
 def _bug_14(patch: Patch) -> None:
-    runs = LogRead.runs
-    patch.set(LogRead, "runs", lambda self: reversed(list(runs(self))))
+    gathered = LogRead.gathered
+    patch.set(LogRead, "gathered", lambda self: reversed(list(gathered(self))))
 
 
 @bug("replay goes on behind a hole")
