@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,7 +189,11 @@ def _planted(name: str, seed: int) -> Job:
     run = campaign.as_job(_FOR_A_BUG, seed)
 
     def job(say: Any) -> Any:
-        with bugs.BUGS[name]():
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(bugs.BUGS[name]())
+            except (KeyError, AttributeError) as error:
+                return {"found_by": {}, "lines": [f"it cannot be planted any more: {error!r}"]}
             return run(say)
 
     return job
