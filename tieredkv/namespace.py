@@ -18,6 +18,7 @@ from .block.layout import BlockLayout
 from .errors import BadInput, Closed
 from .mover import Failure, Mover, Span
 from .outcomes import Counters, Lookup, Reason, Stored, Tier
+from .plan import is_restorable
 from .prefix import Prefix, Segment
 from .residency import Residency
 from .spiller import Cause, Spiller, Spilling
@@ -270,7 +271,7 @@ class Namespace:
         try:
             taken = core.mover.store(self.layout, rows, missing, spans, time.monotonic() + core.deadline_s)
         finally:
-            stored = self._stored(rows, missing, min(taken, num_storable), len(digests))
+            stored = self._stored(rows, missing, min(taken, num_storable), len(digests), boundaries)
         return stored
 
     def _remember_tokens(self, ids: Tokens, rows: Rows, missing: npt.NDArray[np.bool_]) -> None:
@@ -298,7 +299,14 @@ class Namespace:
         missing[:, end:] = False
         return missing, end
 
-    def _stored(self, rows: Rows, missing: npt.NDArray[np.bool_], taken: int, num_blocks: int) -> Stored:
+    def _stored(
+        self,
+        rows: Rows,
+        missing: npt.NDArray[np.bool_],
+        taken: int,
+        num_blocks: int,
+        boundaries: Sequence[int],
+    ) -> Stored:
         core = self._core
         with core.lock:
             taken = min(taken, self._whole(rows))
@@ -311,6 +319,7 @@ class Namespace:
             core.table.uses[rows] -= 1
             if taken < len(rows):
                 core.drop_stranded(rows[taken:][::-1].tolist())
+            self._drop_broken(rows[:taken], boundaries)
             core.table.free_if_empty(rows)
             core.lock.notify_all()
 
@@ -330,6 +339,13 @@ class Namespace:
             core.counters.add("refused_blocks", refused)
             reason = Reason.KEY_TAKEN if len(rows) < num_blocks else Reason.NO_SPACE
         return Stored(num_new, taken - num_new, refused, reason, wait=wait)
+
+    def _drop_broken(self, rows: Rows, boundaries: Sequence[int]) -> None:
+        """Where room for one part of an anchor was found by evicting another, what led to it goes (lock held)."""
+        ends = [int(rows[boundary - 1]) for boundary in boundaries if 0 < boundary <= len(rows)]
+        self._core.drop_stranded(
+            [end for end in ends if not is_restorable(self._core.table, self.layout, end)]
+        )
 
     def _whole(self, rows: Rows) -> int:
         """How many blocks from the head have their full part: some may have left meanwhile (lock held)."""
