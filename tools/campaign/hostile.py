@@ -382,7 +382,7 @@ def _take(outcome: Outcome, mine: Sequence[Case], findings: Findings, waiting: l
     if outcome.result:
         findings.add(Findings(**outcome.result["findings"]))
         return int(outcome.result["hostile"])
-    at = outcome.words[-1]["at"] if outcome.words else 0
+    at = outcome.words[-1]["at"] if mine and outcome.words else 0
     name = mine[at].name if mine else outcome.name
     (findings.hangs if outcome.hung else findings.dead_processes).append(
         f"{name}: {outcome.hung or outcome.died}"
