@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import resource
 
@@ -179,3 +180,24 @@ def test_cuda_copies_wait_for_the_producer_and_hold_up_the_reader() -> None:
     assert int(device.parts(part, up, 1).sum()) == 0
     device.close()
     host.close()
+
+
+def test_a_forked_child_keeps_its_own_memory_when_an_inherited_tier_goes() -> None:
+    """The child's new tier may lie where the parent's was: collecting the parent's must not unmap it."""
+    inherited = [make_tier_for_fork() for _ in range(4)]
+    pid = os.fork()
+    if pid == 0:
+        own = [make_tier_for_fork() for _ in range(4)]
+        inherited.clear()
+        gc.collect()
+        for tier in own:
+            tier.memory(4096, 0)[:] = b"x" * 4096
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, f"the child ended with status {status}"
+
+
+def make_tier_for_fork() -> TensorTier:
+    tier = TensorTier("host", 1 << 22, device=torch.device("cpu"), pinned=False, stream=HostStream())
+    tier.arena.allocate(4096, 1)
+    return tier

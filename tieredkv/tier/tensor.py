@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,20 @@ from ..errors import BadConfig
 from ..units import PAGE_NBYTES, format_nbytes
 from .arena import Arena
 from .stream import CopyStream
+
+_MAPS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_NOT_OURS: list[mmap.mmap] = []
+
+
+def _keep_in_child() -> None:
+    """A forked child has no memory behind the maps it inherits, and may get its own at their addresses.
+
+    So an inherited map must never be closed there: it would take the child's memory away.
+    """
+    _NOT_OURS.extend(_MAPS)
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 class TensorTier:
@@ -130,6 +146,7 @@ class TensorTier:
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):  # a kernel without it
                     self._map.madvise(getattr(mmap, advice))
+        _MAPS.add(self._map)
         self._bytes = memoryview(self._map)
         # through numpy, whose array keeps the map from closing under a view; torch.frombuffer would not
         return torch.from_numpy(np.frombuffer(self._map, np.uint8))
