@@ -303,7 +303,13 @@ def _bug_21(patch: Patch) -> None:
 
 @bug("evict heads first")
 def _bug_22(patch: Patch) -> None:
-    patch.set(tieredkv.room, "tail_in_tier", lambda table, tier, row, chosen: row)
+    def head_in_tier(table: Any, tier: Any, row: int, chosen: Any) -> int:
+        above = int(table.parent[row])
+        while above >= 0 and above not in chosen and (table.slot[tier, :, above] >= 0).any():
+            row, above = above, int(table.parent[above])
+        return row
+
+    patch.set(tieredkv.room, "tail_in_tier", head_in_tier)
 
 
 @bug("forget an unpin on cancel")

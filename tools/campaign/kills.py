@@ -273,6 +273,8 @@ def lane(
                 where = f"seed {seed}, victim {tries}, {step}, {config}"
                 killed = _fell(weapon, config, oracle, findings, rng, step, where)
                 by_step[killed] += bool(killed)
+            disorders = oracle.expect(power=False).disorders[:3]
+            findings.broken += [f"seed {seed}, {config}: {line}" for line in disorders]
             if len(oracle.events) > 4000 or findings:
                 weapon.renew()
                 oracle, config = Oracle(), draw_config(rng, **fixed)

@@ -105,11 +105,14 @@ def _live(
 
     fs = SimFs(before_op=before, seed=seed, direct=rng.random() < 0.5)
     events = Events(lambda: fs.num_ops)
-    pauses = {"pause": 1} if config.durability == "group" else {}
-    life = Life(PATH, config, events, rng, fs=fs, weights=pauses, clock=StillClock())
+    weights = {"pause": 1} if config.durability == "group" else {}
+    num_steps = rng.choice((6, 12, 25, 50))
+    if rng.random() < 0.2 and config.disk_nbytes == "2MiB":  # fill the disk, so that it evicts
+        num_steps, weights = 90, {**weights, "store": 100, "purge": 0, "delete": 0, "load": 4}
+    life = Life(PATH, config, events, rng, fs=fs, weights=weights, clock=StillClock())
     with observed(events):
         life.open()
-        life.run(rng.choice((6, 12, 25, 50)))
+        life.run(num_steps)
         life.close()
     life.errors += over[:1]
     moments.append(_Moment(Op(fs.num_ops, "end", ""), fs.disk.freeze()))

@@ -60,6 +60,7 @@ class Crowd:
         self.cache = cache
         self.findings = Findings()
         self.num_calls = 0
+        self.num_hits = 0
         self.last_seen = [time.monotonic()] * NUM_THREADS
         self._seed = seed
         self._stop = threading.Event()
@@ -106,7 +107,8 @@ class Crowd:
             self.num_calls += 1
 
     def _prompt(self, rng: random.Random) -> Prompt:
-        tokens = [n + 1000 * rng.randrange(_NUM_ROOTS) for n in range(BLOCK_SIZE)]
+        root = rng.randrange(_NUM_ROOTS)
+        tokens = [1000 * root + n for n in range(BLOCK_SIZE)]
         for _ in range(rng.randint(1, 4)):
             mark = rng.randrange(4)
             tokens += [100_000 + 64 * mark + n for n in range(BLOCK_SIZE)]
@@ -124,6 +126,7 @@ class Crowd:
         space = space_of(self.cache, prompt.tenant)
         with space.load(prompt.ids()) as prefix:
             self.findings.wrong_bytes += differences(space, prompt, prefix)
+            self.num_hits += prefix.num_tokens > 0
             if rng.random() < 0.3:
                 time.sleep(rng.random() * 0.01)
                 self.findings.wrong_bytes += [f"{d}, held" for d in differences(space, prompt, prefix)]
@@ -190,6 +193,10 @@ def crowd(say: Say, seed: int, seconds: float) -> dict[str, Any]:
                 found.leaks.append(f"{threading.active_count() - before} threads are left")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if people.num_hits < people.num_calls // 100:
+        found.broken.append(
+            f"only {people.num_hits} hits in {people.num_calls} calls: the crowd sees nothing"
+        )
     return {"findings": vars(found), "calls": people.num_calls}
 
 

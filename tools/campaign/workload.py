@@ -283,7 +283,7 @@ class Life:
             root = rng.randrange(3)
             tokens = [1000 * root + n for n in range(2 * BLOCK_SIZE)]
         for _ in range(rng.randint(1, 3)):
-            mark = rng.randrange(40)
+            mark = rng.randrange(200)
             tokens += [100_000 + 64 * mark + n for n in range(BLOCK_SIZE)]
         tokens = tokens[: 10 * BLOCK_SIZE]
         return Prompt(tenant, (*tokens, 7))
