@@ -258,3 +258,22 @@ def test_memory_only_disk_helper_really_empties(tmp_path: Path) -> None:
         store(space, prompt(0))
         memory_only_disk(kv)
         assert space.lookup(prompt(0)).by_tier == {"disk": 320}
+
+
+def test_nothing_above_a_tail_goes_before_all_of_the_tail(tmp_path: Path) -> None:
+    """A tail whose window part is of no anchor gives that up first; its full part still goes before its parent's."""
+    with opened(tmp_path, device_nbytes="1MiB", **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["mixed"])
+        store(space, prompt(0), anchors=[320])
+        room, device = kv._room, kv._residents[Tier.DEVICE]
+        assert room is not None
+        with kv._lock:
+            rows = kv._table.find(space.chain(prompt(0))).tolist()
+            device.leave(rows[-2], [1], evicted=True)  # the last boundary cannot be restored any more
+            tail_groups = set(device.groups_of(rows[-1]))
+            assert tail_groups == {0, 1}
+            leaving = room._tails(device, 1 << 30, [rows[-1], rows[-2], rows[-3]])
+        at = {part: place for place, part in enumerate(leaving)}
+        above = [at[part] for part in leaving if part[0] != rows[-1]]
+        assert leaving[0] == (rows[-1], 1)
+        assert not above or max(at[rows[-1], group] for group in tail_groups) < min(above)

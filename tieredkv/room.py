@@ -159,15 +159,22 @@ class Room:
         return leaving
 
     def _tails(self, resident: Residency, nbytes: int, victims: Sequence[int]) -> Parts:
-        table, leaving, chosen, got = self._table, Parts(), set[int](), 0
+        """Parts of the named chains, tails first; a block above a tail goes only after all of the tail."""
+        table, leaving, gone, got = self._table, Parts(), set[int](), 0
+        begun: dict[int, list[int]] = {}  # tails that give up some parts, and which
         for row in victims:
-            while row in chosen:  # a block above it was named before: its chain goes on upward
+            while row in gone:  # a block above it was named before: its chain goes on upward
                 row = int(table.parent[row])
-            tail = tail_in_tier(table, resident.tier, row, chosen) if row >= 0 else -1
+            tail = tail_in_tier(table, resident.tier, row, gone) if row >= 0 else -1
             if tail < 0 or table.is_held(tail):
                 continue
-            groups = leaving_groups(table, self._layout_of(tail), tail, resident.groups_of(tail))
-            chosen.add(tail)
+            left = [g for g in resident.groups_of(tail) if g not in begun.get(tail, ())]
+            first = tail not in begun
+            groups = leaving_groups(table, self._layout_of(tail), tail, left) if first else left
+            if groups == left:
+                gone.add(tail)
+            else:
+                begun[tail] = groups
             leaving += [(tail, group) for group in groups]
             got += sum(resident.stride_nbytes(tail, group) for group in groups)
             if got >= nbytes:
