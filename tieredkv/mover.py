@@ -180,6 +180,8 @@ class Mover:
     ) -> None:
         """Copy one group's tensors of consecutive blocks into a run of device slots."""
         size, stream = layout.block_size, self._memories[Tier.DEVICE].stream
+        for start, end in layout.gaps[group]:  # else they carry what the slot held before, down to the disk
+            stream.copy(parts[:, start:end], torch.zeros(len(parts), end - start, dtype=torch.uint8))
         views = layout.views(parts, group)
         for spec in layout.groups[group].tensors:
             target = views[spec.layer, spec.name]
