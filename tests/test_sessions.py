@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from core_helpers import (
     SIZE,
     Gate,
     HookedFs,
+    assert_nothing_stranded,
     kv_of,
     load_checked,
     memory_only_disk,
@@ -26,6 +28,7 @@ from core_helpers import (
 from tieredkv import Identity, Reason, Turn
 from tieredkv.errors import BadInput, SessionError
 from tieredkv.outcomes import Tier
+from tieredkv.spiller import Cause
 
 OTHER = Identity(weights="cd" * 32)
 
@@ -411,3 +414,96 @@ def test_a_write_back_turn_is_committed_when_it_ends(tmp_path: Path) -> None:
         assert kv.stats().tiers[-1].num_parts > 0 and space.lookup(prompt(0)).num_tokens == 320
         memory_only_disk(kv)
         assert load_checked(space, prompt(0))[0] == 320
+
+
+def test_a_fork_takes_no_time_and_copies_nothing(tmp_path: Path) -> None:
+    """16k tokens, not waiting for a sync: the record says which session it is like, and nothing is hashed."""
+    with opened(tmp_path, device_nbytes="8MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        said = prompt(0, 16_384)
+        one = kv.session("one", space)
+        turns = [Turn("user", end) for end in range(160, 16_384, 160)]
+        one.commit(said, turns, anchors=[16_384], stored=[store(space, said)], meta={"k": 1})
+        before, took = written(tmp_path), []
+        for number in range(20):
+            began = time.perf_counter()
+            forked = one.fork(f"fork {number}")
+            took.append(time.perf_counter() - began)
+            assert np.shares_memory(forked.tokens, one.tokens) and forked.turns == one.turns
+        assert written(tmp_path) - before < 20 * 512
+        assert sorted(took)[10] < 0.01, f"seconds: {took}"  # a bound for any machine; the figure is a tool's
+        again = forked.fork("of a fork")
+        one.delete()
+        again.commit(np.append(said, 7), turns)
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert kv.session("of a fork", space).tokens.tolist() == [*said.tolist(), 7]
+        assert kv.session("fork 3", space).tokens.tolist() == said.tolist()
+        assert len(kv.sessions()) == 21
+
+
+def test_a_commit_that_meets_a_removal_builds_on_nothing_that_goes(tmp_path: Path) -> None:
+    gate = Gate()
+    fs = HookedFs(lambda op, path: gate.pass_through() if op == "pwritev" and "/wal/" in path else None)
+    with opened(tmp_path, fs=fs, deadline_s=5.0) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        one = kv.session("one", space)
+        one.commit(prompt(0), [])
+        gate.shut()
+        with ThreadPoolExecutor(2) as pool:
+            removal = pool.submit(kv._remove_sessions, ["one"])
+            until = time.monotonic() + 5
+            while "one" not in kv._sessions._in_doubt and time.monotonic() < until:
+                time.sleep(0.005)
+            fork = pool.submit(one.fork, "two")
+            gate.open()
+            removal.result(10)
+            assert fork.result(10).tokens.tolist() == prompt(0).tolist()
+        assert [row.name for row in kv.sessions()] == ["two"]
+
+
+def test_a_delete_takes_what_continues_its_chain(tmp_path: Path) -> None:
+    """Nothing is stranded: neither prompts of no session nor what a rollback left behind."""
+    shared = prompt(0, 4 * SIZE)
+    with opened(tmp_path, device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        keep, one = kv.session("keep", space), kv.session("one", space)
+        keep.commit(shared, [], anchors=[4 * SIZE], stored=[store(space, shared)])
+        said = np.concatenate((shared, prompt(1)))
+        end = len(said) // SIZE * SIZE
+        one.commit(said, [], anchors=[end], stored=[store(space, said)])
+        longer = np.concatenate((said[:end], prompt(2)))
+        assert store(space, longer).wait(5)
+        one.rollback(end - 10 * SIZE)
+        one.delete()
+        assert kv.stats().num_blocks == 4
+        assert_nothing_stranded(kv)
+        assert load_checked(space, longer)[0] == load_checked(space, np.append(shared, 1))[0] == 4 * SIZE
+        raw = raw_bytes(tmp_path)
+        assert prompt(1)[:64].tobytes() not in raw and prompt(2)[:64].tobytes() not in raw
+        kv.check()
+
+
+def test_what_is_stored_while_its_drop_is_queued_stays(tmp_path: Path) -> None:
+    """A part whose drop the log has not taken yet is no part any more: an anchor just accepted must not vanish."""
+    gate = Gate()
+    fs = HookedFs(lambda op, path: gate.pass_through() if op == "pwritev" and "/wal/" in path else None)
+    with opened(tmp_path, fs=fs, device_nbytes="1MiB", host_nbytes=0) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert store(space, prompt(0)).wait(5)
+        memory_only_disk(kv)
+        gate.shut()
+        with kv._lock:
+            rows = space._core.table.find(space.chain(prompt(0))).tolist()
+            assert kv._room is not None
+            kv._room.release([(row, group) for row in rows for group in (0, 1)], Cause.RELEASED)
+        assert space.lookup(prompt(0)).num_tokens == 0
+        again = store(space, prompt(0))
+        assert again.num_new == 20 and not again.wait(0.1)
+        gate.open()
+        assert again.wait(5)
+        memory_only_disk(kv)
+        assert load_checked(space, prompt(0))[0] == 320
+        kv.check()
+    with opened(tmp_path) as kv:
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320

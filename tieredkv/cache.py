@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -197,17 +197,17 @@ class TieredCache:
             return known
         number = known.number if known is not None else number
         row = NamespaceRow(number, digest, identity.fingerprint(), layout)
-        self._log(NAMESPACE, (row.encode(),), "the namespace")
+        self._log(NAMESPACE, lambda: (row.encode(),), "the namespace")
         return row
 
-    def _log(self, kind: int, records: tuple[bytes, ...], what: str) -> None:
-        """Log records of the catalog and wait until they are applied."""
+    def _log(self, kind: int, make: Callable[[], tuple[bytes, ...]], what: str) -> None:
+        """Log records of the catalog and wait until they are applied. They are made as of their place in the log."""
         self.check_open()
-        if self._disk is None:
-            with self._lock:
-                self._state.apply(0, Run(kind, records))
-            return
-        ticket = self._disk.journal.submit(kind, records)
+        with self._lock:
+            if self._disk is None:
+                self._state.apply(0, Run(kind, make()))
+                return
+            ticket = self._disk.journal.submit(kind, make())
         if not ticket.wait(self.deadline_s):
             why = ticket.error or f"not within {self.deadline_s} s"
             raise SessionError(f"the log did not take {what}: {why}")
@@ -408,8 +408,8 @@ class TieredCache:
     def _unspilled(self) -> tuple[Rows, Any]:
         """Parts in memory without a disk copy (lock held)."""
         rows = self._table.live_rows()
-        slots = self._table.slot[:, :, rows]
-        groups, at = np.nonzero((slots[: Tier.DISK] >= 0).any(axis=0) & (slots[Tier.DISK] < 0))
+        in_memory = (self._table.slot[: Tier.DISK, :, rows] >= 0).any(axis=0)
+        groups, at = np.nonzero(in_memory & ~self._table.on_disk(rows))
         return rows[at], groups.astype(np.int64)
 
     def checkpoint(self, timeout_s: float = _CLOSE_S) -> bool:

@@ -358,8 +358,8 @@ class Namespace:
         """Send on whatever of a stored chain is not committed yet, also from earlier calls (lock held)."""
         core = self._core
         if core.spiller is not None and len(rows):
-            slots = core.table.slot[:, :, rows]
-            groups, blocks = np.nonzero((slots[: Tier.DISK] >= 0).any(axis=0) & (slots[Tier.DISK] < 0))
+            in_memory = (core.table.slot[: Tier.DISK, :, rows] >= 0).any(axis=0)
+            groups, blocks = np.nonzero(in_memory & ~core.table.on_disk(rows))
             if len(blocks):
                 return core.spiller.enqueue(rows[blocks], groups)
         spilling = Spilling()

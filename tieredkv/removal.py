@@ -45,7 +45,7 @@ class Remover:
         room: Room | None,
         spiller: Spiller | None,
         disk: Disk | None,
-        log: Callable[[int, tuple[bytes, ...], str], None],
+        log: Callable[[int, Callable[[], tuple[bytes, ...]], str], None],
         in_use_s: float,
     ) -> None:
         self._lock = lock
@@ -66,9 +66,21 @@ class Remover:
             known = self._state.catalog.sessions
             rows = [row for name, row in known.items() if name in wanted]
             kept = {r for name, row in known.items() if name not in wanted for r in self._block_rows(row)}
-            return rows, sorted({r for row in rows for r in self._block_rows(row)} - kept)
+            return rows, self._and_below({r for row in rows for r in self._block_rows(row)} - kept)
 
         self._remove(going, {"sessions": sorted(wanted)})
+
+    def _and_below(self, rows: set[int]) -> list[int]:
+        """These blocks and all that continue them: prompts of no session, and what rollbacks left behind.
+
+        Without the blocks that go they could never be reached; and they may hold what was said here.
+        """
+        found, below = set(rows), list(rows)
+        while below:
+            children = set(self._state.table.children(below.pop())) - found
+            found |= children
+            below += children
+        return sorted(found)
 
     def _block_rows(self, row: SessionRow) -> list[int]:
         return [r for r in self._sessions.block_rows(row).tolist() if r >= 0]
@@ -89,7 +101,7 @@ class Remover:
         if self._spiller is not None:
             self._spiller.drain(until)
         with self._lock:
-            rows = self._take_hold(going)
+            sessions, rows = self._take_hold(going)
             table = self._state.table
             parts = [(row, group) for row in rows for group in range(table.num_groups)]
             self._zero(parts)
@@ -99,11 +111,12 @@ class Remover:
             table.forget_gone()
         if ticket is not None:
             ticket.wait(max(0.0, until - time.monotonic()))
-        self._log(REMOVAL, (to_record(removal),), "the removal")
+        with self._sessions.doubting([session.name for session in sessions]):
+            self._log(REMOVAL, lambda: (to_record(removal),), "the removal")
         self.finish()
 
-    def _take_hold(self, going: _Going) -> list[int]:
-        """Wait until nobody uses the blocks that go (lock held); their sessions hold them no more.
+    def _take_hold(self, going: _Going) -> tuple[list[SessionRow], list[int]]:
+        """What goes. Wait until nobody uses the blocks that go (lock held); their sessions hold them no more.
 
         Raises:
             SessionError: they are still in use at the deadline; nothing was changed.
@@ -115,7 +128,7 @@ class Remover:
                 self._sessions.release(session.name)
             held = [row for row in rows if table.is_held(row) or table.uses[row] > 0]
             if not held:
-                return rows
+                return sessions, rows
             for session in sessions:
                 self._sessions.hold(session)
             if time.monotonic() > until:
@@ -138,7 +151,7 @@ class Remover:
             erased, why = False, str(error)
         if not erased:
             raise SessionError(f"the removal is logged but not all erased: {why}")
-        self._log(REMOVED, (to_record({}),), "the end of the removal")
+        self._log(REMOVED, lambda: (to_record({}),), "the end of the removal")
 
     def _zero(self, parts: Sequence[tuple[int, int]]) -> None:
         """Overwrite memory slots before they are given back (lock held)."""

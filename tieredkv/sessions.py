@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -128,9 +129,8 @@ class Session:
         if self._owner.exists(name):
             raise SessionError(f"a session named {name!r} exists")
         forked = self._owner.open(name, self.space)
-        forked._change(
-            tokens=self.tokens, turns=self.turns, anchors=self.anchors, meta=self.meta, expires_at=0.0
-        )
+        row = session_with(self._row, name=name, pinned=False, expires_at=0.0)
+        forked._row = self._owner.put(row, like=self.name)
         return forked
 
     def pin(self) -> None:
@@ -163,25 +163,30 @@ class Session:
     def _change(self, **changes: Any) -> None:
         if self._release is None:
             raise SessionError(f"session {self.name!r} is closed")
-        after = session_with(self._row, **changes)
-        self._owner.put(after)
-        self._row = after
+        self._row = self._owner.put(session_with(self._row, **changes), like=self.name)
 
 
 @dataclass(frozen=True)
 class _Hold:
-    """What one session counts for: the blocks before its anchors, and those it pins, by digest."""
+    """What one session counts for: its whole blocks, and among them those before its anchors, by digest."""
 
     namespace: int
-    ends: Digests
-    pinned: Digests
+    tokens: Tokens
+    digests: Digests
+    ends: Digests = field(default_factory=lambda: np.zeros((0, DIGEST_NBYTES), dtype=np.uint8))
+    is_pinned: bool = False
+
+    @property
+    def pinned(self) -> Digests:
+        """The blocks that it pins."""
+        return self.digests if self.is_pinned else self.digests[:0]
 
 
 class Sessions:
     """Every session of a cache: opens them by name, logs them, and holds the anchors that they name.
 
     Args:
-        log: logs records of the catalog and waits until they are applied.
+        log: logs records of the catalog, made as of their place in the log, and waits until they are applied.
         remove: removes sessions with their unshared blocks.
         room: what takes parts out of the tiers, once there are tiers.
     """
@@ -192,7 +197,7 @@ class Sessions:
         lock: threading.Condition,
         state: State,
         clock: Clock,
-        log: Callable[[int, tuple[bytes, ...], str], None],
+        log: Callable[[int, Callable[[], tuple[bytes, ...]], str], None],
         remove: Callable[[Iterable[str]], None],
         room: Callable[[], Room | None],
         check_open: Callable[[], None],
@@ -240,21 +245,41 @@ class Sessions:
             rows = sorted(self._catalog.sessions.values(), key=lambda row: row.name)
             return tuple(row for row in rows if not self._is_expired(row))
 
-    def put(self, after: SessionRow) -> None:
-        """Log a session's new content, then let go of the anchors that it no longer names."""
+    def put(self, after: SessionRow, like: str) -> SessionRow:
+        """Log a session's new content, then let go of the anchors that it no longer names.
+
+        Args:
+            like: the session that it was made from: only what differs is logged.
+
+        Returns:
+            The row as it was logged.
+        """
         self._check_open()
-        with self._lock:
-            logged = self._catalog.sessions.get(after.name)
-            # a delta is right only on top of the row that it was made from
-            record = after.encode(None if after.name in self._in_doubt else logged)
+        after = session_with(after, used_at=self.clock_s())
+
+        def make() -> tuple[bytes, ...]:
+            # A delta is right only on top of the row that it was made from.
+            base = None if like in self._in_doubt else self._catalog.sessions.get(like)
             self._in_doubt.add(after.name)
-        self._log(SESSION, (record,), f"session {after.name!r}")
+            return (after.encode(base),)
+
+        self._log(SESSION, make, f"session {after.name!r}")
         with self._lock:
             self._in_doubt.discard(after.name)
             before = self._held.get(after.name)
-            self.hold(after)
+            self.hold(after, self._held.get(like))
             if before is not None:
                 self._let_go(before)
+        return after
+
+    @contextlib.contextmanager
+    def doubting(self, names: Collection[str]) -> Iterator[None]:
+        """Until the end of this scope no record may build on these rows, which a removal takes away."""
+        with self._lock:
+            self._in_doubt.update(names)
+        yield
+        with self._lock:
+            self._in_doubt.difference_update(names)
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -265,8 +290,8 @@ class Sessions:
     def note_time(self) -> None:
         """Log how far the store's clock is."""
         if any(row.expires_at for row in self._catalog.sessions.values()):
-            record = to_record({"clock_s": self.clock_s(), "wall_s": self._clock.wall()})
-            self._log(CLOCK, (record,), "the time")
+            times = {"clock_s": self.clock_s(), "wall_s": self._clock.wall()}
+            self._log(CLOCK, lambda: (to_record(times),), "the time")
 
     def remove_expired(self) -> None:
         """Erase sessions whose time is over; they stopped matching when it was."""
@@ -294,15 +319,19 @@ class Sessions:
         namespace = self._catalog.namespaces.get(row.namespace)
         return namespace.layout.block_size if namespace is not None else 1
 
-    def hold(self, row: SessionRow) -> None:
+    def hold(self, row: SessionRow, like: _Hold | None = None) -> None:
         """Count this session among the holders of its anchors, and pin its blocks if it wants that (lock held).
 
         What it held before is no longer its own to count down.
+
+        Args:
+            like: what another row holds; with the same tokens it is held here too, and nothing is hashed.
         """
-        digests = self._digests(row)
+        if like is None or like.tokens is not row.tokens or like.namespace != row.namespace:
+            like = _Hold(row.namespace, row.tokens, self._digests(row))
         blocks = [at // self._block_size(row) for at in row.anchors]
-        ends = digests[[block - 1 for block in blocks if 0 < block <= len(digests)]]
-        self._held[row.name] = hold = _Hold(row.namespace, ends, digests if row.pinned else digests[:0])
+        ends = like.digests[[block - 1 for block in blocks if 0 < block <= len(like.digests)]]
+        self._held[row.name] = hold = replace(like, ends=ends, is_pinned=row.pinned)
         self._table.wish(hold.ends, holders=1)
         self._table.wish(hold.pinned, pins=1)
 

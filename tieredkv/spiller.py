@@ -201,6 +201,7 @@ class Spiller:
         records["group"], records["cause"] = groups, cause
         strides = [self._resident.stride_nbytes(row, group) for row, group in parts]
         np.add.at(table.moving, rows, 1)
+        table.leaving[groups, rows] = True
 
         def applied(_lsn: int, named: Rows) -> None:
             np.subtract.at(table.moving, rows, 1)
@@ -216,6 +217,7 @@ class Spiller:
 
         def failed(_error: Exception) -> None:
             np.subtract.at(table.moving, rows, 1)
+            table.leaving[groups, rows] = False
             self._counters.add("drop_not_logged_parts", len(rows))
 
         return self._journal.submit(DROP, records, applied, failed)
@@ -278,15 +280,16 @@ class Spiller:
         by_size: dict[int, Parts] = {}
         with self._lock:
             rows = self._table.find(wanted.digests)
-            for row, group in zip(rows.tolist(), wanted.groups.tolist(), strict=True):
+            on_disk = self._table.on_disk(rows)
+            for at, (row, group) in enumerate(zip(rows.tolist(), wanted.groups.tolist(), strict=True)):
                 if row < 0:
                     continue
                 if (row, group) in self._in_flight:
                     wanted.spilling.began()
                     self._in_flight[row, group].append(wanted.spilling)
                     continue
-                slots = self._table.slot[:, group, row]
-                if slots[Tier.DISK] >= 0 or (slots[: Tier.DISK] < 0).all():
+                in_memory = self._table.slot[: Tier.DISK, group, row] >= 0
+                if on_disk[group, at] or not in_memory.any():
                     continue
                 wanted.spilling.began()
                 self._in_flight[row, group] = [wanted.spilling]

@@ -94,3 +94,20 @@ def test_the_clock_never_goes_back() -> None:
     for seconds in (5.0, 3.0):
         catalog.apply(Run(CLOCK, (to_record({"clock_s": seconds, "wall_s": 1.0}),)))
     assert catalog.clock_s == 5.0
+
+
+def test_a_fork_is_a_small_record_that_shares_the_tokens() -> None:
+    said = np.arange(16_384, dtype=np.int32)
+    turns = tuple(Turn("user", end) for end in range(100, 10_000, 100))
+    one = SessionRow("one", 1, said, turns, (16,), {"k": list(range(500))}, True, 2, 5.0, 9.0)
+    catalog = Catalog()
+    catalog.apply(Run(SESSION, (one.encode(),)))
+    fork = SessionRow("two", 1, said, turns, (16,), one.meta, False, 2, 0.0, 10.0)
+    record = fork.encode(catalog.sessions["one"])
+    assert len(record) < 200
+    catalog.apply(Run(SESSION, (record,)))
+    assert same(catalog.sessions["two"], fork) and same(catalog.sessions["one"], one)
+    assert np.shares_memory(catalog.sessions["two"].tokens, catalog.sessions["one"].tokens)
+    for missing in ("one", "two"):
+        with pytest.raises(CorruptFormat):
+            Catalog().apply(Run(SESSION, (SessionRow(missing, 1, said).encode(one),)))

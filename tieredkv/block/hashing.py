@@ -80,6 +80,13 @@ def _suffixes(tokens: Tokens, block_size: int, extra: Mapping[int, bytes]) -> li
     return suffixes
 
 
+def common_prefix(one: Tokens, other: Tokens) -> int:
+    """How many ids two sequences share from their start."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if differ.size else length
+
+
 def keys_of(digests: Digests) -> list[bytes]:
     """The 16-byte keys of `digests`, as policies hold them."""
     flat = np.ascontiguousarray(digests[:, :KEY_NBYTES]).tobytes()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from ..block.hashing import as_tokens
+from ..block.hashing import as_tokens, common_prefix
 from ..errors import BadInput, SessionError
 from ..outcomes import Reason
 from ..sessions import Session
@@ -27,7 +27,7 @@ from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
 from .restore import restore
 from .stream import Answer, Generation, TextPieces
-from .template import Message, Prompt, Template, common_prefix
+from .template import Message, Prompt, Template
 from .transcript import Transcript
 
 _OURS = {

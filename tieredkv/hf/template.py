@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..block.hashing import as_tokens
+from ..block.hashing import as_tokens, common_prefix
 from ..errors import BadInput
 from .capture import Tokens
 
@@ -133,10 +133,3 @@ class Template:
             return self.system_end(messages, ids)
         text = self.render(messages[: index + 1], answer_follows=role == "user")
         return common_prefix(self.encode(text), ids)
-
-
-def common_prefix(one: Tokens, other: Tokens) -> int:
-    """How many ids two sequences share from their start."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if differ.size else length

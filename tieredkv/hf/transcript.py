@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from ..block.hashing import common_prefix
 from ..sessions import Session
 from ..table.catalog import Turn
 from .capture import Tokens
-from .template import Message, Template, common_prefix
+from .template import Message, Template
 
 log = logging.getLogger("tieredkv.hf")
 

@@ -71,6 +71,9 @@ class BlockTable:
         self._wishes: dict[bytes, tuple[int, int]] = {}  # holders and pins that outlive a row, by digest
         self.digest = np.zeros((_START_ROWS, DIGEST_NBYTES), dtype=np.uint8)
         self.slot = np.full((len(Tier), self.num_groups, _START_ROWS), -1, dtype=np.int32)
+        self.leaving = np.zeros(
+            (self.num_groups, _START_ROWS), dtype=np.bool_
+        )  # off DISK once the log says so
         for name, (dtype, empty) in _ROW_COLUMNS.items():
             setattr(self, name, np.full(_START_ROWS, empty, dtype=dtype))
         for name, dtype in _PART_COLUMNS.items():
@@ -83,7 +86,12 @@ class BlockTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns and the index."""
-        columns = [self.digest, self.slot, *(getattr(self, n) for n in (*_ROW_COLUMNS, *_PART_COLUMNS))]
+        columns = [
+            self.digest,
+            self.slot,
+            self.leaving,
+            *(getattr(self, n) for n in (*_ROW_COLUMNS, *_PART_COLUMNS)),
+        ]
         return int(sum(c.nbytes for c in columns)) + self._index.nbytes
 
     def live_rows(self) -> Rows:
@@ -98,6 +106,7 @@ class BlockTable:
         self.slot = np.concatenate(
             (self.slot, np.full((len(Tier), more, self._capacity), -1, dtype=np.int32)), axis=1
         )
+        self.leaving = np.concatenate((self.leaving, np.zeros((more, self._capacity), dtype=np.bool_)))
         for name, dtype in _PART_COLUMNS.items():
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.zeros((more, self._capacity), dtype=dtype))))
@@ -119,10 +128,16 @@ class BlockTable:
         return differs
 
     def present(self, rows: Rows, num_groups: int) -> npt.NDArray[np.bool_]:
-        """Which parts are there in any tier: bool `[num_groups, len(rows)]`; row -1 has none."""
-        there: npt.NDArray[np.bool_] = self.slot[:, :num_groups].take(rows, axis=2).max(axis=0) >= 0
+        """Which parts are there in any tier, and stay: bool `[num_groups, len(rows)]`; row -1 has none."""
+        above: npt.NDArray[np.bool_] = self.slot[: Tier.DISK, :num_groups].take(rows, axis=2).max(axis=0) >= 0
+        there: npt.NDArray[np.bool_] = above | self.on_disk(rows)[:num_groups]
         there &= rows >= 0
         return there
+
+    def on_disk(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which parts DISK holds and no queued drop takes away: bool `[num_groups, len(rows)]`."""
+        held: npt.NDArray[np.bool_] = self.slot[Tier.DISK].take(rows, axis=1) >= 0
+        return held & ~self.leaving.take(rows, axis=1)
 
     def row_of(self, key: bytes) -> int:
         """The row that holds `key` (16 bytes), -1 if none does."""
@@ -208,6 +223,8 @@ class BlockTable:
         self.digest = np.concatenate((self.digest, np.zeros((more, DIGEST_NBYTES), dtype=np.uint8)))
         empty_slots = np.full((len(Tier), self.num_groups, more), -1, dtype=np.int32)
         self.slot = np.concatenate((self.slot, empty_slots), axis=2)
+        stays = np.zeros((self.num_groups, more), dtype=np.bool_)
+        self.leaving = np.concatenate((self.leaving, stays), axis=1)
         for name, (dtype, empty) in _ROW_COLUMNS.items():
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.full(more, empty, dtype=dtype))))
@@ -429,6 +446,7 @@ class BlockTable:
         )
         rows[~match] = -1
         self.slot[Tier.DISK, groups[match], rows[match]] = -1
+        self.leaving[groups[match], rows[match]] = False
         return rows
 
     def last_put_seq(self) -> int:

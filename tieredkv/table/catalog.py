@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..block.hashing import Tokens
+from ..block.hashing import Tokens, common_prefix
 from ..block.layout import BlockLayout
 from ..errors import CorruptFormat
 from ..wal.records import CLOCK, NAMESPACE, REMOVAL, REMOVED, SESSION, SESSION_END, Run
@@ -60,8 +60,8 @@ class Turn:
 class SessionRow:
     """A named, durable token sequence.
 
-    `anchors` are the boundaries, in tokens, that the session keeps restorable; `expires_at` is on the
-    store's own clock (seconds), 0 for never.
+    `anchors` are the boundaries, in tokens, that the session keeps restorable; of lower `priority` is evicted
+    first; `expires_at` and `used_at` are on the store's own clock (seconds), 0 for never.
     """
 
     name: str
@@ -71,53 +71,51 @@ class SessionRow:
     anchors: tuple[int, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
+    priority: int = 0
     expires_at: float = 0.0
+    used_at: float = 0.0
 
     def encode(self, before: SessionRow | None = None) -> bytes:
-        """As a record: tokens as a delta to `before`, the row that the log already holds."""
-        kept = 0
-        if before is not None and before.namespace == self.namespace:
-            shared = min(len(before.tokens), len(self.tokens))
-            unequal = np.flatnonzero(before.tokens[:shared] != self.tokens[:shared])
-            kept = int(unequal[0]) if unequal.size else shared
-        head = _to_json(
-            {
-                "name": self.name,
-                "namespace": self.namespace,
-                "kept": kept,
-                "turns": [[t.role, t.end] for t in self.turns],
-                "anchors": list(self.anchors),
-                "meta": self.meta,
-                "pinned": self.pinned,
-                "expires_at": self.expires_at,
-            }
-        )
-        return _LENGTH.pack(len(head)) + head + self.tokens[kept:].astype("<i4").tobytes()
+        """As a record: what differs from `before`, a row that the log already holds, of this name or another's."""
+        if before is None or before.namespace != self.namespace:
+            before, kept = SessionRow(self.name, self.namespace, self.tokens[:0]), 0
+            head: dict[str, Any] = {}
+        else:
+            kept = common_prefix(before.tokens, self.tokens)
+            head = {"base": before.name, "kept": kept}
+        head |= {"name": self.name, "namespace": self.namespace}
+        head |= {n: getattr(self, n) for n in _PLAIN_FIELDS if getattr(self, n) != getattr(before, n)}
+        if self.turns != before.turns:
+            head["turns"] = [[turn.role, turn.end] for turn in self.turns]
+        packed = _to_json(head)
+        return _LENGTH.pack(len(packed)) + packed + self.tokens[kept:].astype("<i4").tobytes()
 
     @classmethod
     def decode(cls, blob: bytes, known: Mapping[str, SessionRow]) -> SessionRow:
         """The row that a record describes, on top of the rows in `known`.
 
         Raises:
-            CorruptFormat: the record keeps more tokens than the known row has.
+            CorruptFormat: the record builds on a row that is not known, or has fewer tokens than it keeps.
         """
         (length,) = _LENGTH.unpack_from(blob)
-        values = _from_json(blob[_LENGTH.size : _LENGTH.size + length])
+        head = _from_json(blob[_LENGTH.size : _LENGTH.size + length])
         added = np.frombuffer(blob, dtype="<i4", offset=_LENGTH.size + length).astype(np.int32)
-        before = known.get(values["name"])
-        old = before.tokens if before is not None else np.zeros(0, dtype=np.int32)
-        if values["kept"] > len(old):
-            raise CorruptFormat(f"a session record keeps {values['kept']} tokens of {len(old)}")
-        return cls(
-            name=values["name"],
-            namespace=values["namespace"],
-            tokens=np.concatenate((old[: values["kept"]], added)),
-            turns=tuple(Turn(role, end) for role, end in values["turns"]),
-            anchors=tuple(values["anchors"]),
-            meta=values["meta"],
-            pinned=values["pinned"],
-            expires_at=values["expires_at"],
-        )
+        kept, base = head.get("kept", 0), cls(head["name"], head["namespace"], added[:0])
+        if "base" in head:
+            base = known.get(head["base"], base)
+            if kept > len(base.tokens) or head["base"] not in known:
+                raise CorruptFormat(f"a session record keeps {kept} tokens of {len(base.tokens)}")
+        changes = {name: head[name] for name in _PLAIN_FIELDS if name in head}
+        if "anchors" in changes:
+            changes["anchors"] = tuple(changes["anchors"])
+        if "turns" in head:
+            changes["turns"] = tuple(Turn(role, end) for role, end in head["turns"])
+        # What only shares another row's tokens shares their memory too.
+        tokens = np.concatenate((base.tokens[:kept], added)) if len(added) else base.tokens[:kept]
+        return replace(base, name=head["name"], namespace=head["namespace"], tokens=tokens, **changes)
+
+
+_PLAIN_FIELDS = ("anchors", "meta", "pinned", "priority", "expires_at", "used_at")
 
 
 class Catalog:
