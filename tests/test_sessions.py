@@ -6,6 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +23,12 @@ from core_helpers import (
     opened,
     prompt,
     quiet,
+    small,
     store,
 )
 
 from tieredkv import Identity, Reason, Turn
-from tieredkv.errors import BadInput, SessionError
+from tieredkv.errors import BadConfig, BadInput, SessionError
 from tieredkv.outcomes import Tier
 from tieredkv.spiller import Cause
 
@@ -507,3 +509,66 @@ def test_what_is_stored_while_its_drop_is_queued_stays(tmp_path: Path) -> None:
         kv.check()
     with opened(tmp_path) as kv:
         assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_session_of_lower_priority_is_evicted_first(tmp_path: Path, policy: str) -> None:
+    """Whatever was used last; the wish is durable, and what sessions share goes with the highest of them."""
+    budgets = {"device_nbytes": "64KiB", "host_nbytes": 0, "disk_nbytes": "8MiB", "log_keep_nbytes": 0}
+    shared = prompt(0, 4 * SIZE)
+    tails = {name: prompt(seed) for seed, name in enumerate(("high", "normal", "low"), 1)}
+    said = {name: np.concatenate((shared, tail)) for name, tail in tails.items()}
+
+    def crowd(space: Any, seeds: range) -> None:
+        for seed in seeds:
+            store(space, prompt(seed)).wait(5)
+
+    with opened(tmp_path, policy=policy, **budgets) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for name, tokens in said.items():
+            with kv.session(name, space) as session:
+                end = len(tokens) // SIZE * SIZE
+                session.commit(tokens, [], anchors=[end], stored=[store(space, tokens)])
+                session.prioritise(name)
+                assert session.priority == name
+    with opened(tmp_path, policy=policy, **budgets) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        load_checked(space, said["low"])
+        number = 100
+        while space.lookup(said["low"]).num_tokens > 4 * SIZE:
+            crowd(space, range(number, number + 1))
+            number += 1
+            assert number < 400, "the low session is never evicted"
+            assert space.lookup(said["normal"]).num_tokens > 4 * SIZE
+        crowd(space, range(number, number + 60))
+        assert space.lookup(said["normal"]).num_tokens == 0
+        assert space.lookup(said["high"]).num_tokens > 4 * SIZE
+        with kv.session("high", space) as session:
+            with pytest.raises(BadInput, match="'low', 'normal', 'high'"):
+                session.prioritise("top")
+            session.prioritise("normal")
+        crowd(space, range(500, 560))
+        assert space.lookup(said["high"]).num_tokens == 0
+        kv.check()
+
+
+def test_the_store_lets_unused_sessions_go(tmp_path: Path) -> None:
+    clock, day = FakeClock(), 86_400.0
+    with opened(tmp_path, clock=clock, expire_days=10) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for name in ("used", "unused", "pinned", "longer", "shorter"):
+            kv.session(name, space).commit(prompt(0), [])
+        with kv._lock:
+            kv._sessions._open.clear()
+        kv.session("pinned", space).pin()
+        kv.session("longer", space).expire(days=30)
+        kv.session("shorter", space).expire(days=5)
+        clock.now += 6 * day
+        assert [row.name for row in kv.sessions()] == ["longer", "pinned", "unused", "used"]
+        kv.session("used", space).commit(prompt(1), [])
+        clock.now += 5 * day
+        assert [row.name for row in kv.sessions()] == ["longer", "pinned", "used"]
+    with opened(tmp_path, clock=clock) as kv:
+        assert [row.name for row in kv.sessions()] == ["longer", "pinned", "used"], "erased at the close"
+    with pytest.raises(BadConfig, match="expire_days"):
+        small(expire_days=0)

@@ -117,6 +117,7 @@ class TieredCache:
         self._sessions = Sessions(
             lock=self._lock, state=self._state, clock=clock, log=self._log, remove=self._remove_sessions,
             room=lambda: self._room, check_open=self.check_open, deadline_s=config.deadline_s,
+            expire_days=config.expire_days,
         )  # fmt: skip
         if self._state.catalog.removals:
             try:
@@ -332,17 +333,17 @@ class TieredCache:
 
     # ---- sessions and removal ------------------------------------------------------------------
 
-    def session(self, name: str, space: Namespace) -> Session:
-        """Open or resume the session `name` of a namespace.
+    def session(self, name: str, space: Namespace, like: SessionRow | None = None) -> Session:
+        """Open or resume the session `name` of a namespace; or begin it with what another one there holds.
 
         A session of another identity under this name is not resumed: it begins empty, and its first commit
         takes the name over.
 
         Raises:
-            SessionError: it is open already in this process.
+            SessionError: it is open already in this process; or it should begin `like` another, and exists.
         """
         self.check_open()
-        return self._sessions.open(name, space)
+        return self._sessions.open(name, space, like)
 
     def sessions(self) -> tuple[SessionRow, ...]:
         """Every session that has not expired, by name."""

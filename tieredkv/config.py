@@ -40,6 +40,8 @@ class Config:
         log_keep_nbytes: how much log is kept for the replay tool beyond what recovery needs.
         trace: write the advisory trace of every move.
         strict: refuse to open a damaged store instead of reporting what was dropped.
+        expire_days: sessions that were not used for so long go, unless they are pinned or have an expiry of
+            their own; None keeps them.
         on_unusable: `"memory"` runs without the disk tier where `open` would raise.
         device: where the device tier lives, as torch writes it; `"auto"` is CUDA if there is one.
     """
@@ -58,6 +60,7 @@ class Config:
     log_keep_nbytes: int | str = "64MiB"
     trace: bool = False
     strict: bool = False
+    expire_days: float | None = None
     on_unusable: str = "raise"
     device: str = "auto"
 
@@ -73,5 +76,7 @@ class Config:
                 parse_nbytes(value)
         if self.commit_interval_ms <= 0 or self.deadline_s <= 0:
             raise BadConfig("commit_interval_ms and deadline_s must be above zero")
+        if self.expire_days is not None and self.expire_days <= 0:
+            raise BadConfig(f"expire_days={self.expire_days}: above zero, or None to keep sessions")
         if self.block_size < 16 or self.block_size > 512 or self.block_size & (self.block_size - 1):
             raise BadConfig(f"block_size={self.block_size}: a power of two from 16 to 512")

@@ -140,12 +140,20 @@ class Residency:
         self.policy.reorder(keys_of(self.table.digest[here[::-1]]))
 
     def victims(self, nbytes: int, incoming: Sequence[bytes]) -> list[int]:
-        """Rows that the policy would let go for `nbytes`, none of them pinned or moving."""
+        """Rows that the policy would let go for `nbytes`, none of them pinned or moving; of lower rank first."""
         table = self.table
-        held = set(keys_of(table.digest[(table.pins > 0) | (table.moving > 0)]))
         fresh = [key for key in incoming if key not in self.policy]
-        keys = self.policy.victims(nbytes, held.__contains__, fresh)
-        rows: list[int] = table.rows_of(keys).tolist() if keys else []
+        held = (table.pins > 0) | (table.moving > 0)
+        rows: list[int] = []
+        for rank in np.unique(table.rank).tolist() if table.rank.any() else [0]:
+            spared = set(keys_of(table.digest[held | (table.rank > rank)]))
+            keys = self.policy.victims(nbytes, spared.__contains__, fresh)
+            more = table.rows_of(keys).tolist() if keys else []
+            rows += more
+            nbytes -= sum(map(self.nbytes_of, more))
+            if nbytes <= 0:
+                break
+            held[more] = True
         return rows
 
     def check(self) -> None:

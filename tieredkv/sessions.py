@@ -27,6 +27,9 @@ from .wal.records import CLOCK, SESSION
 
 _DAY_S = 86_400.0
 
+PRIORITIES = {"low": -1, "normal": 0, "high": 1}
+"""Of lower rank is evicted first."""
+
 
 class Session:
     """One conversation of one namespace. Made by `TieredCache.session`; one thread at a time may use it."""
@@ -74,6 +77,11 @@ class Session:
     @property
     def pinned(self) -> bool:
         return self._row.pinned
+
+    @property
+    def priority(self) -> str:
+        """`low`, `normal` or `high`."""
+        return next(name for name, rank in PRIORITIES.items() if rank == self._row.priority)
 
     def commit(
         self,
@@ -126,12 +134,7 @@ class Session:
         Raises:
             SessionError: a session of that name exists.
         """
-        if self._owner.exists(name):
-            raise SessionError(f"a session named {name!r} exists")
-        forked = self._owner.open(name, self.space)
-        row = session_with(self._row, name=name, pinned=False, expires_at=0.0)
-        forked._row = self._owner.put(row, like=self.name)
-        return forked
+        return self._owner.open(name, self.space, like=self._row)
 
     def pin(self) -> None:
         """Keep this session's blocks against eviction until `unpin`; the wish is durable."""
@@ -140,11 +143,21 @@ class Session:
     def unpin(self) -> None:
         self._change(pinned=False)
 
-    def expire(self, days: float) -> None:
-        """Stop matching this session `days` from now, on the store's own clock."""
-        if days <= 0:
+    def prioritise(self, priority: str) -> None:
+        """Let this session's own blocks be evicted before (`"low"`) or after (`"high"`) those of others.
+
+        A block that sessions share goes with the highest of them; the wish is durable.
+        """
+        if priority not in PRIORITIES:
+            raise BadInput(f"priority {priority!r}: choose one of {', '.join(map(repr, PRIORITIES))}")
+        self._change(priority=PRIORITIES[priority])
+
+    def expire(self, days: float | None) -> None:
+        """Stop matching this session `days` from now, on the store's own clock; None: when the store says so."""
+        if days is not None and days <= 0:
             raise BadInput(f"a session expires after more than zero days, not {days}")
-        self._change(expires_at=self._owner.clock_s() + days * _DAY_S)
+        self._change(expires_at=self._owner.clock_s() + days * _DAY_S if days is not None else 0.0)
+        self._owner.note_time()
 
     def delete(self) -> None:
         """Remove the session and every block that no other session shares, from all tiers; synced on return."""
@@ -175,6 +188,7 @@ class _Hold:
     digests: Digests
     ends: Digests = field(default_factory=lambda: np.zeros((0, DIGEST_NBYTES), dtype=np.uint8))
     is_pinned: bool = False
+    priority: int = 0
 
     @property
     def pinned(self) -> Digests:
@@ -188,6 +202,7 @@ class Sessions:
     Args:
         log: logs records of the catalog, made as of their place in the log, and waits until they are applied.
         remove: removes sessions with their unshared blocks.
+        expire_days: how long a session without an expiry of its own, and not pinned, lives on after its last use.
         room: what takes parts out of the tiers, once there are tiers.
     """
 
@@ -202,6 +217,7 @@ class Sessions:
         room: Callable[[], Room | None],
         check_open: Callable[[], None],
         deadline_s: float,
+        expire_days: float | None,
     ) -> None:
         self._lock = lock
         self._table = state.table
@@ -212,27 +228,46 @@ class Sessions:
         self._room = room
         self._check_open = check_open
         self.deadline_s = deadline_s
+        self._expire_s = expire_days * _DAY_S if expire_days is not None else None
         self._open: set[str] = set()
         closed_s = max(0.0, clock.wall() - self._catalog.wall_s) if self._catalog.wall_s else 0.0
-        self._began_s = self._catalog.clock_s + closed_s - clock.monotonic()
+        known_s = max((row.used_at for row in self._catalog.sessions.values()), default=0.0)
+        self._began_s = max(self._catalog.clock_s + closed_s, known_s) - clock.monotonic()
         self._in_doubt: set[str] = set()  # names whose last record may still arrive
         self._held: dict[str, _Hold] = {}
+        self._is_ranked = False
         with lock:
             for row in self._catalog.sessions.values():
                 self.hold(row)
+            self._rank()
 
     # ---- by name -------------------------------------------------------------------------------
 
-    def open(self, name: str, space: Namespace) -> Session:
-        """Open or resume a session. Raises SessionError if it is open already."""
+    def open(self, name: str, space: Namespace, like: SessionRow | None = None) -> Session:
+        """Open or resume a session, or begin one with what another holds: blocks are shared, nothing is copied.
+
+        Raises:
+            SessionError: it is open already; or it should begin `like` another, and exists.
+        """
         with self._lock:
+            if like is not None and self.exists(name):
+                raise SessionError(f"a session named {name!r} exists")
             if name in self._open:
                 raise SessionError(f"session {name!r} is open already; close it first")
             row = self._catalog.sessions.get(name)
             if row is None or row.namespace != space.row.number or self._is_expired(row):
                 row = SessionRow(name, space.row.number, np.zeros(0, dtype=np.int32))
             self._open.add(name)
-        return Session(self, space, row, lambda: self._open.discard(name))
+        session = Session(self, space, row, lambda: self._open.discard(name))
+        if like is not None:
+            try:
+                session._row = self.put(
+                    session_with(like, name=name, pinned=False, expires_at=0.0), like.name
+                )
+            except BaseException:
+                session.close()
+                raise
+        return session
 
     def exists(self, name: str) -> bool:
         with self._lock:
@@ -268,6 +303,7 @@ class Sessions:
             self._in_doubt.discard(after.name)
             before = self._held.get(after.name)
             self.hold(after, self._held.get(like))
+            self._rank()
             if before is not None:
                 self._let_go(before)
         return after
@@ -289,7 +325,7 @@ class Sessions:
 
     def note_time(self) -> None:
         """Log how far the store's clock is."""
-        if any(row.expires_at for row in self._catalog.sessions.values()):
+        if self._catalog.sessions:
             times = {"clock_s": self.clock_s(), "wall_s": self._clock.wall()}
             self._log(CLOCK, lambda: (to_record(times),), "the time")
 
@@ -301,7 +337,10 @@ class Sessions:
             self.remove(names)
 
     def _is_expired(self, row: SessionRow) -> bool:
-        return 0 < row.expires_at <= self.clock_s()
+        ends = row.expires_at
+        if not ends and self._expire_s is not None and not row.pinned:
+            ends = row.used_at + self._expire_s
+        return 0 < ends <= self.clock_s()
 
     # ---- anchors -------------------------------------------------------------------------------
 
@@ -331,7 +370,7 @@ class Sessions:
             like = _Hold(row.namespace, row.tokens, self._digests(row))
         blocks = [at // self._block_size(row) for at in row.anchors]
         ends = like.digests[[block - 1 for block in blocks if 0 < block <= len(like.digests)]]
-        self._held[row.name] = hold = replace(like, ends=ends, is_pinned=row.pinned)
+        self._held[row.name] = hold = replace(like, ends=ends, is_pinned=row.pinned, priority=row.priority)
         self._table.wish(hold.ends, holders=1)
         self._table.wish(hold.pinned, pins=1)
 
@@ -340,6 +379,17 @@ class Sessions:
         hold = self._held.pop(name, None)
         if hold is not None:
             self._count_down(hold)
+            self._rank()
+
+    def _rank(self) -> None:
+        """Give each block the highest priority among the sessions that hold it (lock held)."""
+        ranks = {hold.priority for hold in self._held.values()}
+        if ranks - {0} or self._is_ranked:
+            self._table.rank[:] = 0
+            for hold in sorted(self._held.values(), key=lambda hold: hold.priority):
+                rows = self._table.find(hold.digests)
+                self._table.rank[rows[rows >= 0]] = hold.priority
+        self._is_ranked = bool(ranks - {0})
 
     def _let_go(self, hold: _Hold) -> None:
         """These anchors are held once less: window parts that nobody needs then leave every tier (lock held)."""

@@ -30,9 +30,10 @@ _ROW_COLUMNS: dict[str, tuple[str, int]] = {
     "moving": ("i4", 0),
     "uses": ("i4", 0),
     "holders": ("i4", 0),
+    "rank": ("i1", 0),
 }
 """Name: dtype and the value of an empty row. `uses` keeps a row, not its parts; `holders` counts who keeps
-the boundary after the block."""
+the boundary after the block; of lower `rank` is evicted first."""
 
 _PART_COLUMNS: dict[str, str] = {"checksum": "u8", "put_seq": "u8", "lsn": "u8"}
 
@@ -49,6 +50,7 @@ class BlockTable:
     moving: npt.NDArray[np.int32]
     uses: npt.NDArray[np.int32]
     holders: npt.NDArray[np.int32]
+    rank: npt.NDArray[np.int8]
     checksum: npt.NDArray[np.uint64]
     put_seq: npt.NDArray[np.uint64]
     lsn: npt.NDArray[np.uint64]
