@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .disk import Disk
@@ -104,11 +104,12 @@ class Remover:
             sessions, rows = self._take_hold(going)
             table = self._state.table
             parts = [(row, group) for row in rows for group in range(table.num_groups)]
-            self._zero(parts)
             for row in rows:
                 table.tokens.pop(row, None)
             ticket = self._room.release(parts, Cause.REMOVED) if self._room is not None else None
             table.forget_gone()
+            for memory in self._memories.values():
+                memory.zero_free()
         if ticket is not None:
             ticket.wait(max(0.0, until - time.monotonic()))
         with self._sessions.doubting([session.name for session in sessions]):
@@ -152,12 +153,3 @@ class Remover:
         if not erased:
             raise SessionError(f"the removal is logged but not all erased: {why}")
         self._log(REMOVED, lambda: (to_record({}),), "the end of the removal")
-
-    def _zero(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Overwrite memory slots before they are given back (lock held)."""
-        table, namespaces = self._state.table, self._state.catalog.namespaces
-        for row, group in parts:
-            for tier, memory in self._memories.items():
-                slot = int(table.slot[tier, group, row])
-                if slot >= 0:
-                    memory.zero(namespaces[int(table.namespace[row])].layout.part_nbytes[group], [slot])

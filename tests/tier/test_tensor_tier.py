@@ -45,12 +45,18 @@ def test_tensor_and_memory_views_of_a_run_are_the_same_bytes(name: str) -> None:
     tier.close()
 
 
-def test_zero_leaves_neighbours_alone() -> None:
+def test_zero_free_leaves_what_lives_alone_and_touches_no_new_memory() -> None:
     tier = make()
-    slots = tier.arena.allocate(PAGE, 6)
-    tier.parts(PAGE, 0, 6).fill_(9)
-    tier.zero(PAGE, slots[[1, 2, 4]])
-    assert tier.parts(PAGE, 0, 6)[:, 0].tolist() == [9, 0, 0, 9, 0, 9]
+    slots, larger = tier.arena.allocate(PAGE, 6), tier.arena.allocate(3 * PAGE, 1)
+    tier.buffer.fill_(9)
+    tier.arena.free(PAGE, slots[[1, 2, 4]])
+    tier.zero_free()
+    pages = tier.buffer.view(-1, PAGE)[:, -1].tolist()
+    assert pages[:8] == [9, 0, 0, 9, 0, 9, 0, 0] and pages[8:12] == [9, 9, 9, 0] and set(pages[12:]) == {9}
+    tier.arena.free(PAGE, slots[[0, 3, 5]])
+    tier.arena.free(3 * PAGE, larger)
+    tier.zero_free()
+    assert not tier.buffer[: 12 * PAGE].any()
     tier.close()
 
 
@@ -176,7 +182,8 @@ def test_cuda_copies_wait_for_the_producer_and_hold_up_the_reader() -> None:
     stream.copy(device.parts(part, up, 1), host.parts(part, down, 1))
     stream.before_current(stream.ticket())
     assert int(device.parts(part, up, 1).sum()) == 7 * part
-    device.zero(part, [up])
+    device.arena.free(part, [up])
+    device.zero_free()
     assert int(device.parts(part, up, 1).sum()) == 0
     device.close()
     host.close()

@@ -139,6 +139,12 @@ class Arena:
         return self._used_nbytes
 
     @property
+    def reached_nbytes(self) -> int:
+        """Of one allocation: no chunk beyond this was ever taken."""
+        assert self._shared is not None, "pools that number their own chunks share no bytes"
+        return self._shared.reached * self.chunk_nbytes
+
+    @property
     def over_budget_nbytes(self) -> int:
         return max(0, self.used_nbytes - self._budget_nbytes)
 
@@ -348,6 +354,7 @@ class _ChunkNumbers:
     def __init__(self) -> None:
         self._taken = np.zeros(16, bool)
         self.num_taken = 0
+        self.reached = 0
 
     def take_lowest(self, count: int) -> list[int]:
         if count <= 0:
@@ -356,6 +363,7 @@ class _ChunkNumbers:
         chunks = np.flatnonzero(~self._taken)[:count]
         self._taken[chunks] = True
         self.num_taken += count
+        self.reached = max(self.reached, int(chunks[-1]) + 1)
         return [int(chunk) for chunk in chunks]
 
     def take_this(self, chunk: int) -> None:
@@ -363,6 +371,7 @@ class _ChunkNumbers:
         self._taken = _grown(self._taken, chunk + 1)
         self._taken[chunk] = True
         self.num_taken += 1
+        self.reached = max(self.reached, chunk + 1)
 
     def give_back(self, chunk: int) -> None:
         self._taken[chunk] = False

@@ -9,7 +9,6 @@ import weakref
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..errors import BadConfig
@@ -99,10 +98,14 @@ class TensorTier:
         offset = self._offset_of_run(part_nbytes, first_slot, count)
         return self._bytes[offset : offset + count * part_nbytes]
 
-    def zero(self, part_nbytes: int, slots: npt.ArrayLike) -> None:
-        """Overwrite these slots; they read as zeros when this returns. No copy of them may be under way."""
-        for first_slot, count, _ in self.arena.runs(part_nbytes, slots):
-            self.parts(part_nbytes, first_slot, count).zero_()
+    def zero_free(self) -> None:
+        """Overwrite whatever no live slot holds of the memory that was ever used: bytes stay where parts left."""
+        runs = [(n, run) for n in self.arena.strides for run in self.arena.runs(n, self.arena.live_slots(n))]
+        live = sorted((offset, count * stride) for stride, (_, count, offset) in runs)
+        at = 0
+        for offset, nbytes in [*live, (self.arena.reached_nbytes, 0)]:
+            self.buffer[at:offset].zero_()
+            at = offset + nbytes
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
