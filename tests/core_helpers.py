@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tieredkv import TOKENS, BlockLayout, Config, Identity, LayerGroup, TensorSpec
+from tieredkv import TOKENS, BlockLayout, Config, Identity, LayerGroup, Span, TensorSpec
 from tieredkv.block.anchors import restorable
 from tieredkv.cache import TieredCache, open_cache
 from tieredkv.outcomes import Tier
@@ -37,7 +37,19 @@ TWO_WINDOWS = BlockLayout(
     SIZE, (group_of("full", [0]), group_of("window", [1], window=17), group_of("window", [2], window=60))
 )
 WINDOW_ONLY = BlockLayout(SIZE, (group_of("window", [0], window=40),))
-LAYOUTS = {"full": FULL, "mixed": MIXED, "uneven": UNEVEN, "two": TWO_WINDOWS, "window": WINDOW_ONLY}
+STATES = LayerGroup(
+    "recurrent", (TensorSpec(1, "conv", (1, 3, 8), "int32"), TensorSpec(2, "state", (1, SIZE, 64), "int32"))
+)
+HYBRID = BlockLayout(SIZE, (group_of("full", [0, 1]), STATES))
+RECURRENT = BlockLayout(SIZE, (STATES,))
+POOLS = LayerGroup(  # rows for 4 tokens, and for the tokens of four blocks
+    "full", (TensorSpec(0, "k", (1, -4, 8), "int32"), TensorSpec(0, "v", (1, -4 * SIZE, 8), "int32"))
+)
+POOLED = BlockLayout(SIZE, (POOLS, group_of("window", [1], window=40), STATES))
+LAYOUTS = {
+    "full": FULL, "mixed": MIXED, "uneven": UNEVEN, "two": TWO_WINDOWS, "window": WINDOW_ONLY,
+    "hybrid": HYBRID, "recurrent": RECURRENT, "pooled": POOLED,
+}  # fmt: skip
 
 
 def prompt(seed: int, num_tokens: int = 20 * SIZE + 5) -> np.ndarray:
@@ -53,17 +65,40 @@ def block_values(digests: np.ndarray, layer: int, name: str, width: int) -> np.n
     return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)[:, None]
 
 
-def kv_of(space: Any, tokens: np.ndarray) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Every layer's tensors over `tokens`, as a model would hand them over."""
+def values_of(digests: np.ndarray, spec: TensorSpec) -> torch.Tensor:
+    """What `spec` holds over whole blocks, `[1, rows, width]`; a state is that at the end of the last block."""
+    width = spec.shape[-1]
+    values = block_values(digests, spec.layer, spec.name, width)[:, :, :, :width]
+    if spec.token_axis is None:
+        return torch.from_numpy(np.resize(values[-1], spec.shape).copy())
+    if spec.stride <= SIZE:
+        values = values[:, :, : SIZE // spec.stride]
+    else:
+        values = values[spec.stride // SIZE - 1 :: spec.stride // SIZE, :, :1]
+    return torch.from_numpy(values.reshape(1, -1, width).copy())
+
+
+def kv_of(space: Any, tokens: np.ndarray) -> dict[int, Any]:
+    """Every layer's tensors over `tokens`, as a model would hand them over: as spans where it has states."""
     digests = space.chain(tokens)
-    kv: dict[int, list[torch.Tensor]] = {}
+    kv: dict[int, list[Any]] = {}
+    with_spans = {
+        s.layer for g in space.layout.groups for s in g.tensors if s.stride > 1 or s.token_axis is None
+    }
     for group in space.layout.groups:
-        for spec in group.tensors:
-            width = spec.shape[-1]
-            values = block_values(digests, spec.layer, spec.name, width)
-            flat = np.zeros((1, len(tokens), width), dtype=np.int32)
-            flat[0, : len(digests) * SIZE] = values.reshape(len(digests) * SIZE, width)
-            kv.setdefault(spec.layer, []).append(torch.from_numpy(flat))
+        for layer in dict.fromkeys(spec.layer for spec in group.tensors):
+            specs = [spec for spec in group.tensors if spec.layer == layer]
+            given = kv.setdefault(layer, [])
+            if group.kind == "recurrent":
+                for end in range(1, len(digests) + 1):
+                    given.append(Span(end * SIZE, {s.name: values_of(digests[:end], s) for s in specs}))
+            elif layer in with_spans:
+                given.append(Span(0, {spec.name: values_of(digests, spec) for spec in specs}))
+            else:
+                rest = len(tokens) - len(digests) * SIZE
+                given += [
+                    torch.nn.functional.pad(values_of(digests, spec), (0, 0, 0, rest)) for spec in specs
+                ]
     return {layer: tuple(tensors) for layer, tensors in kv.items()}
 
 
@@ -75,14 +110,12 @@ def store(space: Any, tokens: np.ndarray, anchors: Sequence[int] | None = None) 
 
 def assert_right(space: Any, tokens: np.ndarray, prefix: Any) -> None:
     """Every byte of a loaded prefix is the one that was stored for exactly these tokens."""
-    kv = kv_of(space, tokens)
-    for group in space.layout.groups:
+    digests = space.chain(tokens[: prefix.num_tokens])
+    for group in space.layout.groups if prefix.num_tokens else ():
         for spec in group.tensors:
-            if not prefix.num_tokens:
-                continue
-            first = prefix.first_token(spec.layer)
-            names = [s.name for s in group.tensors if s.layer == spec.layer]
-            want = kv[spec.layer][names.index(spec.name)][:, first : prefix.num_tokens]
+            want = values_of(digests, spec)
+            if spec.token_axis is not None:
+                want = want[:, prefix.first_token(spec.layer, spec.name) // spec.stride :]
             got = prefix.gather(spec.layer, spec.name)
             assert torch.equal(got, want), f"layer {spec.layer} {spec.name}: wrong bytes"
 

@@ -24,7 +24,7 @@ ROWS = r"""
     wal: records format reader writer
     table: key_index block_table catalog state checkpoint journal recovery salvage trace
     audit: report kept_log timeline history follow crash repair rescue
-    plan residency disk spiller prefix room mover
+    span plan residency disk spiller prefix room mover
     namespace sessions removal cache
     attention* hf*
     metrics cli*

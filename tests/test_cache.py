@@ -251,7 +251,7 @@ def test_prefixes_give_views_and_gathers_alike(tmp_path: Path) -> None:
         space = kv.namespace(IDENTITY, MIXED)
         store(space, tokens)
         with space.load(tokens) as prefix:
-            assert (prefix.first_token(0), prefix.first_token(2)) == (0, 320 - 48)
+            assert (prefix.first_token(0, "k"), prefix.first_token(2, "k")) == (0, 320 - 48)
             assert_right(space, tokens, prefix)
             views = prefix.views(0)["k"]
             joined = torch.cat([v.movedim(1, 0).reshape(v.shape[1], -1, v.shape[3]) for v in views], dim=1)

@@ -5,7 +5,7 @@ from .block.layout import TOKENS, BlockLayout, LayerGroup, TensorSpec
 from .cache import TieredCache
 from .cache import open_cache as open
 from .config import Config
-from .mover import Span
+from .span import Span
 from .namespace import Namespace
 from .outcomes import Flushed, Health, Lookup, Reason, RecoveryReport, Stats, Stored, Tier
 from .prefix import Prefix

@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 
 from .block.hashing import keys_of
-from .block.layout import BlockLayout, TensorSpec
+from .block.layout import BlockLayout
 from .outcomes import Counters, Reason, Tier
 from .prefix import Segment
 from .residency import Residency, Slots
 from .room import Room, await_copies
+from .span import GroupKV, pieces
 from .table.block_table import BlockTable
 from .table.key_index import Rows
 from .table.trace import Event
@@ -34,18 +35,6 @@ _REASONS = {
     Verdict.UNREADABLE: Reason.CORRUPT,
     Verdict.TIMED_OUT: Reason.TIMED_OUT,
 }
-
-
-@dataclass(frozen=True)
-class Span:
-    """K and V of consecutive tokens of one layer, as a caller hands them to `store`.
-
-    `tensors` has each of the layer's tensors by name, in the layout's shape with the token axis at the
-    span's length, no batch axis.
-    """
-
-    first_token: int
-    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ class Mover:
         layout: BlockLayout,
         rows: Rows,
         missing: npt.NDArray[np.bool_],
-        kv: Mapping[int, Sequence[Span]],
+        kv: GroupKV,
         until: float,
     ) -> int:
         """Copy the parts marked in `missing` (bool `[num_groups, num_blocks]`) from `kv` to the device.
@@ -130,7 +119,7 @@ class Mover:
         rows: Rows,
         blocks: npt.NDArray[np.int64],
         missing: npt.NDArray[np.bool_],
-        kv: Mapping[int, Sequence[Span]],
+        kv: GroupKV,
         until: float,
     ) -> int:
         """One wave; returns how many of `blocks` went in whole."""
@@ -176,7 +165,7 @@ class Mover:
         group: int,
         first_block: int,
         parts: torch.Tensor,
-        kv: Mapping[int, Sequence[Span]],
+        kv: GroupKV,
     ) -> None:
         """Copy one group's tensors of consecutive blocks into a run of device slots."""
         size, stream = layout.block_size, self._memories[Tier.DEVICE].stream
@@ -185,7 +174,7 @@ class Mover:
         views = layout.views(parts, group)
         for spec in layout.groups[group].tensors:
             target = views[spec.layer, spec.name]
-            for block, piece in _pieces(spec, kv[spec.layer], first_block * size, len(parts) * size, size):
+            for block, piece in pieces(spec, kv[group, spec.layer], first_block, len(parts), size):
                 at = block - first_block
                 stream.copy(target[at : at + len(piece)], piece)
 
@@ -365,26 +354,6 @@ def _runs(
             for first, last in pairwise(edges):
                 yield at + first, last - first
         at += length
-
-
-def _pieces(
-    spec: TensorSpec, spans: Sequence[Span], first_token: int, num_tokens: int, block_size: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """The tokens asked for as `(first block, [num_blocks, *block_shape])`, a piece from each span it crosses."""
-    axis, done = spec.token_axis, 0
-    assert axis is not None, "a state has no tokens to copy"
-    while done < num_tokens:
-        at = first_token + done
-        span = next(
-            s for s in spans if s.first_token <= at < s.first_token + s.tensors[spec.name].shape[axis]
-        )
-        source = span.tensors[spec.name]
-        room = (span.first_token + source.shape[axis] - at) // block_size * block_size
-        count = min(num_tokens - done, room)
-        assert count > 0, f"a span ends inside the block at token {at}"
-        piece = source.narrow(axis, at - span.first_token, count)
-        yield at // block_size, piece.unflatten(axis, (count // block_size, block_size)).movedim(axis, 0)
-        done += count
 
 
 def _aligned(count: int, part_nbytes: int) -> list[torch.Tensor]:

@@ -5,28 +5,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from .block.anchors import kept_window_blocks, longest_restorable, num_full_blocks
 from .block.hashing import Digests, Tokens, as_tokens, chain
 from .block.layout import BlockLayout
 from .errors import BadInput, Closed
-from .mover import Failure, Mover, Span
+from .mover import Failure, Mover
 from .outcomes import Counters, Lookup, Reason, Stored, Tier
 from .plan import is_restorable
 from .prefix import Prefix, Segment
 from .residency import Residency
+from .span import GroupKV, LayerKV, spans_by_group
 from .spiller import Cause, Spiller, Spilling
 from .table.block_table import BlockTable
 from .table.catalog import NamespaceRow
 from .table.key_index import Rows
-
-LayerKV = Mapping[int, Sequence[Span]] | Mapping[int, tuple[torch.Tensor, ...]]
 
 
 @dataclass
@@ -247,8 +245,8 @@ class Namespace:
         Args:
             tokens: 1-D integers, from the first token of the sequence.
             kv: for each layer either its tensors over all of `tokens`, in the layout's order and shape, or
-                `Span`s. Full layers need every new block; window layers only what `anchors` need.
-            anchors: boundaries, in tokens, whose window parts are kept so that a prefix can end there.
+                `Span`s. Full layers need every new block; window layers and states only what `anchors` need.
+            anchors: boundaries, in tokens, whose window and recurrent parts are kept so that a prefix can end there.
 
         Raises:
             BadInput: an anchor that is no boundary, or tensors that are not as the layout says.
@@ -257,7 +255,7 @@ class Namespace:
         self._check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
-        spans = self._spans(kv, len(ids))
+        spans = spans_by_group(self.layout, kv, len(ids))
         boundaries = self._boundaries(anchors, len(digests))
         covered = self._covered(spans, len(digests))
         with core.lock:
@@ -366,42 +364,6 @@ class Namespace:
         spilling.ended()
         return spilling
 
-    def _spans(self, kv: LayerKV, num_tokens: int) -> dict[int, Sequence[Span]]:
-        """`kv` as spans, checked against the layout."""
-        spans: dict[int, Sequence[Span]] = {}
-        for group in self.layout.groups:
-            names: dict[int, list[str]] = {}
-            for spec in group.tensors:
-                names.setdefault(spec.layer, []).append(spec.name)
-            for layer, tensors in names.items():
-                given = kv.get(layer, ())
-                if given and isinstance(given[0], torch.Tensor):
-                    if len(given) != len(tensors):
-                        raise BadInput(f"layer {layer}: {len(given)} tensors, the layout has {len(tensors)}")
-                    given = [Span(0, dict(zip(tensors, given, strict=True)))]  # type: ignore[arg-type]
-                spans[layer] = given  # type: ignore[assignment]
-            for spec in group.tensors:
-                for span in spans[spec.layer]:
-                    self._check_tensor(span, spec.layer, spec.name, num_tokens)
-        return spans
-
-    def _check_tensor(self, span: Span, layer: int, name: str, num_tokens: int) -> None:
-        group = self.layout.groups[self.layout.group_of(layer)]
-        spec = next(s for s in group.tensors if (s.layer, s.name) == (layer, name))
-        tensor = span.tensors.get(name)
-        if tensor is None:
-            raise BadInput(f"layer {layer}: no tensor {name!r}")
-        shape = tuple(-1 if axis == spec.token_axis else n for axis, n in enumerate(tensor.shape))
-        if shape != spec.shape or tensor.dtype != spec.torch_dtype:
-            raise BadInput(
-                f"layer {layer} {name}: {tuple(tensor.shape)} {tensor.dtype}, the layout says"
-                f" {spec.shape} (-1: tokens) {spec.dtype}"
-            )
-        assert spec.token_axis is not None, "recurrent groups are refused by the layout"
-        end = span.first_token + tensor.shape[spec.token_axis]
-        if span.first_token < 0 or end > num_tokens:
-            raise BadInput(f"layer {layer} {name}: tokens {span.first_token} to {end} of {num_tokens}")
-
     def _boundaries(self, anchors: Sequence[int], num_blocks: int) -> list[int]:
         size = self.layout.block_size
         for anchor in anchors:
@@ -409,17 +371,13 @@ class Namespace:
                 raise BadInput(f"anchor {anchor} is no boundary of {num_blocks} blocks of {size} tokens")
         return [anchor // size for anchor in anchors]
 
-    def _covered(self, spans: Mapping[int, Sequence[Span]], num_blocks: int) -> npt.NDArray[np.bool_]:
+    def _covered(self, spans: GroupKV, num_blocks: int) -> npt.NDArray[np.bool_]:
         """For each group and block, whether every layer brought its tokens."""
-        size = self.layout.block_size
         covered = np.ones((len(self.layout.groups), num_blocks), dtype=np.bool_)
         for number, group in enumerate(self.layout.groups):
-            for layer in {spec.layer for spec in group.tensors}:
+            for spec in group.tensors:
                 here = np.zeros(num_blocks, dtype=np.bool_)
-                spec = next(s for s in group.tensors if s.layer == layer)
-                for span in spans[layer]:
-                    assert spec.token_axis is not None, "recurrent groups are refused by the layout"
-                    end = span.first_token + span.tensors[spec.name].shape[spec.token_axis]
-                    here[-(-span.first_token // size) : end // size] = True
+                for span in spans[number, spec.layer]:
+                    here[span.blocks(spec, self.layout.block_size)] = True
                 covered[number] &= here
         return covered

@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch
 
-from .block.layout import BlockLayout
+from .block.layout import BlockLayout, TensorSpec
 from .outcomes import Reason
 
 Segment = tuple[int, torch.Tensor]
@@ -55,58 +55,77 @@ class Prefix:
         if release is not None:
             release()
 
-    def first_token(self, layer: int) -> int:
-        """Where this layer's tokens begin: 0, or the first that a window still sees."""
-        need = self.layout.num_window_blocks[self.layout.group_of(layer)]
-        if need == 0:
-            return 0
-        return max(0, self.num_tokens - need * self.layout.block_size)
+    def first_token(self, layer: int, name: str) -> int:
+        """Where this tensor's tokens begin: 0, or the first that a window still sees."""
+        return self._first_token(self.layout.group_of(layer, name))
+
+    def _first_token(self, group: int) -> int:
+        need = self.layout.num_window_blocks[group]
+        return max(0, self.num_tokens - need * self.layout.block_size) if need else 0
+
+    def shape_of(self, layer: int, name: str) -> tuple[int, ...]:
+        """The shape that `gather` gives, known without a copy."""
+        return self.layout.spec_of(layer, name).shape_of(self.num_tokens - self.first_token(layer, name))
 
     def views(self, layer: int) -> dict[str, list[torch.Tensor]]:
         """Views of each tensor of `layer`, one for each run of parts: `[num_blocks, *block_shape]`."""
         self._assert_open()
-        group = self.layout.group_of(layer)
         views: dict[str, list[torch.Tensor]] = {}
-        for _, parts in self._segments[group]:
-            for (owner, name), view in self.layout.views(parts, group).items():
-                if owner == layer:
-                    views.setdefault(name, []).append(view)
+        for group, segments in enumerate(self._segments):
+            for _, parts in segments:
+                for (owner, name), view in self.layout.views(parts, group).items():
+                    if owner == layer:
+                        views.setdefault(name, []).append(view)
         return views
 
     def gather(self, layer: int, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        """One tensor of one layer, contiguous over tokens from `first_token(layer)`.
+        """One tensor of one layer, contiguous over tokens from `first_token(layer, name)`, or its state at the end.
 
         Args:
             out: where to put it: the spec's shape with the token axis at its end length.
         """
         if out is None:
-            group = self.layout.group_of(layer)
-            spec = next(t for t in self.layout.groups[group].tensors if (t.layer, t.name) == (layer, name))
-            length = self.num_tokens - self.first_token(layer)
-            shape = [length if n < 0 else n for n in spec.shape]
-            device = self._segments[group][0][1].device if self._segments[group] else torch.device("cpu")
-            out = torch.empty(shape, dtype=spec.torch_dtype, device=device)
+            segments = self._segments[self.layout.group_of(layer, name)]
+            device = segments[0][1].device if segments else torch.device("cpu")
+            dtype = self.layout.spec_of(layer, name).torch_dtype
+            out = torch.empty(self.shape_of(layer, name), dtype=dtype, device=device)
         self.gather_into({(layer, name): out})
         return out
 
     def gather_into(self, outs: Mapping[tuple[int, str], torch.Tensor]) -> None:
         """Many tensors at once, each as in `gather`: one pass over the parts, one copy a run and tensor."""
         self._assert_open()
-        size = self.layout.block_size
-        for group, spans in enumerate(self._segments):
+        for group, segments in enumerate(self._segments):
             wanted = [t for t in self.layout.groups[group].tensors if (t.layer, t.name) in outs]
             if not wanted:
                 continue
-            start = self.first_token(wanted[0].layer)
-            for first_block, parts in spans:
+            start = self._first_token(group) // self.layout.block_size
+            for first_block, parts in segments:
                 views = self.layout.views(parts, group)
-                at, length = first_block * size - start, len(parts) * size
                 for spec in wanted:
-                    axis = spec.token_axis
-                    assert axis is not None, "window and full parts count tokens"
-                    target = outs[spec.layer, spec.name].narrow(axis, at, length)
-                    blocks = target.unflatten(axis, (len(parts), size)).movedim(axis, 0)
-                    blocks.copy_(views[spec.layer, spec.name])
+                    self._place(spec, views[spec.layer, spec.name], first_block - start, outs)
+
+    def _place(
+        self, spec: TensorSpec, view: torch.Tensor, at: int, outs: Mapping[tuple[int, str], torch.Tensor]
+    ) -> None:
+        """Copy blocks `[n, *block_shape]`, the first of them the `at`-th of the whole, to where they belong."""
+        out, axis, size, count = (
+            outs[spec.layer, spec.name],
+            spec.token_axis,
+            self.layout.block_size,
+            len(view),
+        )
+        if axis is None:
+            out.copy_(view[-1])
+        elif spec.stride <= size:
+            rows = size // spec.stride
+            target = out.narrow(axis, at * rows, count * rows)
+            target.unflatten(axis, (count, rows)).movedim(axis, 0).copy_(view)
+        else:  # a row of many blocks lies in the last of them
+            every = spec.stride // size
+            due = view[-(at + 1) % every :: every]
+            if len(due):
+                out.narrow(axis, at // every, len(due)).movedim(axis, 0).copy_(due.squeeze(axis + 1))
 
     def _assert_open(self) -> None:
         assert self._release is not None, "this prefix was closed: its parts are no longer pinned"

@@ -21,8 +21,10 @@ layouts = st.sampled_from(list(LAYOUTS.values()))
 
 
 def can_restore(layout: BlockLayout, present: np.ndarray, boundary: int) -> bool:
-    """From the definition: every token that a query at `boundary` sees is in a part that is there."""
+    """From the definition: every token that a query at `boundary` sees is in a part that is there, and its state."""
     for number, group in enumerate(layout.groups):
+        if group.kind == "recurrent" and boundary and not present[number, boundary - 1]:
+            return False
         for position in range(boundary * layout.block_size):
             seen = group.kind == "full" or boundary * layout.block_size - position < group.window
             if seen and not present[number, position // layout.block_size]:

@@ -9,7 +9,7 @@ import torch
 from core_helpers import LAYOUTS, SIZE, group_of
 
 from tieredkv import TOKENS, BlockLayout, LayerGroup, TensorSpec
-from tieredkv.errors import BadConfig, Unsupported
+from tieredkv.errors import BadConfig
 
 ODD = BlockLayout(
     16,
@@ -60,9 +60,9 @@ def test_a_layout_survives_its_description(layout: BlockLayout) -> None:
 
 def test_layers_find_their_group() -> None:
     layout = LAYOUTS["two"]
-    assert [layout.group_of(layer) for layer in (0, 1, 2)] == [0, 1, 2]
+    assert [layout.group_of(layer, "k") for layer in (0, 1, 2)] == [0, 1, 2]
     with pytest.raises(KeyError):
-        layout.group_of(3)
+        layout.group_of(3, "k")
 
 
 @pytest.mark.parametrize("size", [0, 8, 15, 24, 1024, -16])
@@ -78,8 +78,10 @@ def test_groups_that_are_refused() -> None:
             LayerGroup(kind, (spec,), window)
     with pytest.raises(BadConfig):
         LayerGroup("full", ())
-    with pytest.raises(Unsupported, match="recurrent"):
-        LayerGroup("recurrent", (TensorSpec(0, "state", (4, 4), "float32"),))
+    with pytest.raises(BadConfig, match="recurrent group"):
+        LayerGroup("recurrent", (spec,))
+    with pytest.raises(BadConfig, match="full group"):
+        LayerGroup("full", (TensorSpec(0, "state", (4, 4), "float32"),))
     with pytest.raises(BadConfig):
         BlockLayout(SIZE, ())
     with pytest.raises(BadConfig):

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..errors import BadConfig, Unsupported
+from ..errors import BadConfig
 from ..units import PAGE_NBYTES, align_up
 
 TOKENS = -1
-"""Stands for the token axis in a tensor's shape."""
+"""Stands for the token axis in a tensor's shape; -r for one with a row for every r tokens."""
 
 UNKNOWN = "?"
 """Names the only tensor of a group of which nothing but its size is known."""
@@ -47,8 +47,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 class TensorSpec:
     """One tensor of one layer, for one block.
 
-    `shape` has `TOKENS` where the token axis is, as `(8, TOKENS, 128)` for the keys of 8 heads; a tensor
-    without it is a state at the block's end boundary (recurrent layers).
+    `shape` has `TOKENS` where the token axis is, as `(8, TOKENS, 128)` for the keys of 8 heads; `-r` there for
+    one row of every r tokens, at least one a block (with r beyond the block size, only the last block of r tokens
+    has a row that counts). A tensor without a token axis is a state at the block's end boundary.
     """
 
     layer: int
@@ -61,7 +62,8 @@ class TensorSpec:
             raise BadConfig(
                 f"layer {self.layer} {self.name}: dtype {self.dtype!r} is not one of {sorted(DTYPES)}"
             )
-        if self.shape.count(TOKENS) > 1 or any(n < 1 and n != TOKENS for n in self.shape):
+        strides = [-n for n in self.shape if n < 0]
+        if len(strides) > 1 or 0 in self.shape or any(n & (n - 1) for n in strides):
             raise BadConfig(f"layer {self.layer} {self.name}: bad shape {self.shape}")
 
     @property
@@ -71,10 +73,19 @@ class TensorSpec:
     @property
     def token_axis(self) -> int | None:
         """Which axis counts tokens, or None for a state."""
-        return self.shape.index(TOKENS) if TOKENS in self.shape else None
+        return next((axis for axis, n in enumerate(self.shape) if n < 0), None)
+
+    @property
+    def stride(self) -> int:
+        """How many tokens a row of the token axis stands for; a power of two, so blocks and rows align."""
+        return max(1, -min(self.shape, default=0))
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
-        return tuple(block_size if n == TOKENS else n for n in self.shape)
+        return tuple(max(1, block_size // -n) if n < 0 else n for n in self.shape)
+
+    def shape_of(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape over `num_tokens` tokens from a multiple of the stride on: whole rows only."""
+        return tuple(num_tokens // -n if n < 0 else n for n in self.shape)
 
     def nbytes(self, block_size: int) -> int:
         return math.prod(self.block_shape(block_size)) * self.torch_dtype.itemsize
@@ -94,17 +105,18 @@ class LayerGroup:
     def __post_init__(self) -> None:
         if self.kind not in ("full", "window", "recurrent"):
             raise BadConfig(f"a layer group is full, window or recurrent, not {self.kind!r}")
-        if self.kind == "recurrent":
-            raise Unsupported(
-                "recurrent layers are not built yet: their state cannot be cut at a block boundary"
-            )
         if (self.kind == "window") != (self.window > 0):
             raise BadConfig(f"a {self.kind} group cannot have window {self.window}")
         if not self.tensors:
             raise BadConfig(f"a {self.kind} group without tensors")
+        for spec in self.tensors:
+            if (spec.token_axis is None) != (self.kind == "recurrent"):
+                raise BadConfig(f"layer {spec.layer} {spec.name}: shape {spec.shape} in a {self.kind} group")
 
     def num_window_blocks(self, block_size: int) -> int:
-        """How many blocks before a boundary a query at that boundary can see: ceil((W-1)/block_size)."""
+        """How many blocks before a boundary are needed there: ceil((W-1)/block_size), one for a state; 0: all."""
+        if self.kind == "recurrent":
+            return 1
         return -(-(self.window - 1) // block_size) if self.window else 0
 
 
@@ -157,17 +169,22 @@ class BlockLayout:
         """For each group, how many blocks before a boundary it needs there; 0 for a full group."""
         return tuple(g.num_window_blocks(self.block_size) for g in self.groups)
 
-    def group_of(self, layer: int) -> int:
-        """The group that holds `layer`'s tensors.
+    def group_of(self, layer: int, name: str) -> int:
+        """The group that holds this tensor of `layer`, whose tensors may lie in several.
 
         Raises:
             KeyError: no group holds it.
         """
-        return self._group_by_layer[layer]
+        return self._group_by_tensor[layer, name]
+
+    def spec_of(self, layer: int, name: str) -> TensorSpec:
+        """Raises KeyError: no group holds it."""
+        group = self.groups[self.group_of(layer, name)]
+        return next(spec for spec in group.tensors if (spec.layer, spec.name) == (layer, name))
 
     @cached_property
-    def _group_by_layer(self) -> dict[int, int]:
-        return {t.layer: i for i, g in enumerate(self.groups) for t in g.tensors}
+    def _group_by_tensor(self) -> dict[tuple[int, str], int]:
+        return {(t.layer, t.name): i for i, g in enumerate(self.groups) for t in g.tensors}
 
     def views(self, parts: torch.Tensor, group: int) -> dict[tuple[int, str], torch.Tensor]:
         """Views of each tensor over `parts`, a uint8 tensor `[n, part_nbytes]` with a contiguous last axis.

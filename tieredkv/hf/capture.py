@@ -21,9 +21,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import BadInput, TieredKVError
-from ..mover import Span
 from ..namespace import Namespace
 from ..outcomes import Stored
+from ..span import Span
 from .identity import LayerFacts, ModelFacts, inner_model
 from .layers import FullLayer, WindowLayer, check_lengths
 
@@ -432,7 +432,7 @@ def _new_layer(layer: LayerFacts, facts: ModelFacts) -> FullLayer | WindowLayer:
     if layer.kind == "full":
         return FullLayer()
     size, layout = facts.layout.block_size, facts.layout
-    num_needed = layout.num_window_blocks[layout.group_of(layer.index)] * size
+    num_needed = layout.num_window_blocks[layout.group_of(layer.index, "keys")] * size
     return WindowLayer(layer.window, num_kept=num_needed + size, num_needed=num_needed)
 
 

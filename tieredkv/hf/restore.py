@@ -60,7 +60,7 @@ def _fill(cache: CapturingCache, prefix: Prefix, capacity: int) -> None:
     states: list[tuple[Any, str, torch.Tensor]] = []
     for facts in cache.facts.layers:
         layer = cache.layers[facts.index]
-        length = prefix.num_tokens - prefix.first_token(facts.index)
+        length = prefix.num_tokens - prefix.first_token(facts.index, "keys")
         for spec in facts.specs():
             heads, _, width = spec.shape
             like = torch.empty((1, heads, 0, width), dtype=spec.torch_dtype, device=facts.device)

@@ -106,7 +106,7 @@ def differences(space: Namespace, prompt: Prompt, prefix: Any) -> list[str]:
     marks = prompt.marks(size)
     for group in layout.groups:
         for spec in group.tensors if prefix.num_tokens else ():
-            first = prefix.first_token(spec.layer)
+            first = prefix.first_token(spec.layer, spec.name)
             wanted = joined(spec, marks[first // size : prefix.num_tokens // size], size)
             if not torch.equal(prefix.gather(spec.layer, spec.name), wanted):
                 wrong.append(f"layer {spec.layer} {spec.name} of {prefix.num_tokens} tokens")
