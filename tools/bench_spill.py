@@ -1,12 +1,14 @@
-"""How fast blocks spill and come back, beside what the hardware can do.
+"""How fast blocks spill and come back, beside what the hardware and other ways can do.
 
-python tools/bench_spill.py --basics          the first figures, in under two minutes
-python tools/bench_spill.py --basics --json   the last line is one JSON object
+python tools/bench_spill.py --quick --report out.html   a first look, in under two minutes
+python tools/bench_spill.py --json                      everything; the last line is one JSON object
+python tools/bench_spill.py --only rivals --rivals all  one part, with the rivals that need environments
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -15,67 +17,92 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench import basics, speed
 from bench.child import ChildFailed
 from bench.figures import Figure
 from bench.machine import describe
+from bench.plan import Plan
 from bench.progress import Progress
+from bench.rivals.environment import default_home
+from bench.sections import QUICK_NUM_BLOCKS, QUICK_RUNS, SECTIONS
+from bench.sheet import Sheet
+from bench.show import show
 from rich.console import Console
-from rich.table import Table
 
-_NUM_BLOCKS = 100_000
-_RUNS = 5
+_RUNS, _NUM_BLOCKS = 5, 100_000
 
 
 def main(
-    basics_only: Annotated[bool, typer.Option("--basics", help="The first figures alone.")] = False,
-    speed_only: Annotated[bool, typer.Option("--speed", help="Spill and restore against raw.")] = False,
+    basics: Annotated[bool, typer.Option("--basics", help="As --only basics: the first figures.")] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="As --only speed: spill, restore, raw.")] = False,
+    only: Annotated[
+        list[str], typer.Option(help=f"Parts to measure: {', '.join(SECTIONS)}. All if none is named.")
+    ] = [],  # noqa: B006 (typer wants a list, and nothing changes it)
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: under two minutes.")] = False,
+    rivals: Annotated[
+        str, typer.Option(help='"light", or "all": also vLLM, LMCache, SGLang, in environments built once.')
+    ] = "light",
+    rivals_dir: Annotated[
+        Path, typer.Option(help="Where those environments are kept: 6 GB.")
+    ] = default_home(),  # noqa: B008 (a path, made once)
+    trace: Annotated[
+        Path | None, typer.Option(help="Real workloads: a folder or a file; TIEREDKV_DATA if not given.")
+    ] = None,
+    prefill: Annotated[
+        float | None, typer.Option(help="Prefill speed of your model, tokens a second.", min=1)
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one page with plots here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Where to write, on the disk to be measured.")
     ] = None,
-    num_blocks: Annotated[int, typer.Option("--blocks", help="Blocks of the large store.")] = _NUM_BLOCKS,
-    runs: Annotated[int, typer.Option(help="Repeats of each measurement; figures are medians.")] = _RUNS,
+    num_blocks: Annotated[int | None, typer.Option("--blocks", help="Blocks of the large store.")] = None,
+    runs: Annotated[int | None, typer.Option(help="Repeats; figures are medians.", min=1)] = None,
 ) -> None:
     """Measure, print a table, and say for each figure whether it reaches what it must."""
-    if not (basics_only or speed_only):
-        raise typer.BadParameter("say what to measure: --basics, --speed or both")
+    names = [name for name, asked in (("basics", basics), ("speed", speed)) if asked] + only
+    if unknown := sorted(set(names) - set(SECTIONS)):
+        raise typer.BadParameter(f"--only {unknown[0]}: choose from {', '.join(SECTIONS)}")
+    if rivals not in ("light", "all"):
+        raise typer.BadParameter(f'--rivals {rivals}: choose "light" or "all"')
+    given = trace or (Path(found) if (found := os.environ.get("TIEREDKV_DATA")) else None)
     root = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
-    machine = describe(root)
-    progress = Progress(Console(stderr=True))
-    began = time.perf_counter()
+    plan = Plan(
+        root, Progress(Console(stderr=True)), runs or (QUICK_RUNS if quick else _RUNS), quick,
+        num_blocks or (QUICK_NUM_BLOCKS if quick else _NUM_BLOCKS),
+        rivals_dir if rivals == "all" else None, given, prefill,
+    )  # fmt: skip
+    measure(plan, [name for name in SECTIONS if name in names or not names], as_json, report)
+
+
+def measure(plan: Plan, names: list[str], as_json: bool, report: Path | None) -> None:
+    """Run these parts, and show what they found in every way asked for."""
+    machine, began = describe(plan.root), time.perf_counter()
+    found: list[Figure | Sheet] = []
     try:
-        figures = list(basics.measure(root, progress, num_blocks, runs)) if basics_only else []
-        figures += speed.measure(root, progress, runs) if speed_only else ()
+        for name in names:
+            found += SECTIONS[name](plan)
     except ChildFailed as error:
-        progress.console.print(f"a measurement failed: {error}", style="red", markup=False)
+        plan.progress.console.print(f"a measurement failed: {error}", style="red", markup=False)
         raise typer.Exit(2) from error
     finally:
-        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(plan.root, ignore_errors=True)
+    figures = [one for one in found if isinstance(one, Figure)]
+    sheets = [one for one in found if isinstance(one, Sheet)]
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 140)
-    show(console, machine, figures, time.perf_counter() - began)
+    show(console, machine, figures, time.perf_counter() - began, sheets)
+    result = {
+        "machine": machine, "command": sys.argv[1:], "figures": [f.as_json() for f in figures],
+        "sheets": [s.as_json() for s in sheets],
+    }  # fmt: skip
+    if report is not None:
+        from bench.report import write  # draws with matplotlib, which nothing else needs
+
+        write(report, result)
+        console.print(f"report: {report}", highlight=False)
     if as_json:
-        typer.echo(json.dumps({"machine": machine, "figures": [f.as_json() for f in figures]}))
+        typer.echo(json.dumps(result))
     if any(figure.met is False for figure in figures):
         raise typer.Exit(1)
-
-
-def show(
-    console: Console, machine: dict[str, str | int | float], figures: list[Figure], seconds: float
-) -> None:
-    console.print(
-        ", ".join(f"{name} {value}" for name, value in machine.items()), style="dim", highlight=False
-    )
-    if float(machine["load"]) > float(machine["num_cores"]):
-        console.print("other programs kept the processors busy: times are too long", style="yellow")
-    table = Table(title=f"measured in {seconds:.0f} s")
-    for column in ("figure", "value", "must be", "", "how"):
-        table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
-    marks = {True: "[green]met[/]", False: "[red]not met[/]", None: ""}
-    for figure in figures:
-        value = "not measured" if figure.value is None else f"{figure.value:g}"
-        table.add_row(figure.name, value, figure.must, marks[figure.met], figure.detail)
-    console.print(table)
 
 
 if __name__ == "__main__":

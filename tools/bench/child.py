@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,27 @@ class ChildFailed(Exception):
     """A job ended without a result; the message is the end of what it wrote to stderr."""
 
 
-def run(job: Callable[..., Any], on_word: Say = lambda **_: None, **arguments: Any) -> dict[str, Any]:
+def run(
+    job: Callable[..., Any], on_word: Say = lambda **_: None, python: str = sys.executable, **arguments: Any
+) -> dict[str, Any]:
     """Run a job in a new process, to its end, and return its result: the first, where a job says one itself.
+
+    Args:
+        python: the interpreter, for what lives in an environment of its own.
 
     Raises:
         ChildFailed: it ended in another way.
     """
     name = f"{job.__module__}:{job.__qualname__}"
-    command = [sys.executable, "-m", "bench.child", name, json.dumps(arguments)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None, "both are pipes"
-        results: list[dict[str, Any]] = []
+    command = [python, "-m", "bench.child", name, json.dumps(arguments)]
+    results: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads would stop who writes much to it
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()
+        ) as child,
+    ):
+        assert child.stdout is not None, "it is a pipe"
         for line in child.stdout:
             word = json.loads(line)
             if "result" in word:
@@ -44,8 +53,10 @@ def run(job: Callable[..., Any], on_word: Say = lambda **_: None, **arguments: A
             else:
                 on_word(**word)
         if not results:
-            raise ChildFailed(f"{name}: {child.stderr.read()[-2000:]}")
-        return results[0]
+            child.wait()
+            errors.seek(0)
+            raise ChildFailed(f"{name}: {errors.read()[-2000:]}")
+    return results[0]
 
 
 def environment() -> Mapping[str, str]:
@@ -55,11 +66,13 @@ def environment() -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def say(**word: Any) -> None:
-    print(json.dumps(word), flush=True)
-
-
 def main(name: str, arguments: str) -> None:
+    words = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no word of ours
+
+    def say(**word: Any) -> None:
+        print(json.dumps(word), file=words, flush=True)
+
     module, function = name.split(":")
     job = getattr(importlib.import_module(module), function)
     say(result=job(say, **json.loads(arguments)))

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+MAX_SPREAD = 0.25
+"""The most that raw against raw may differ in a run that judges anything."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One row of the result; the name ends with its unit.
@@ -31,9 +35,15 @@ def at_most(name: str, value: float, limit: float, detail: str = "", **more: Any
 
 
 def at_least(name: str, value: float, limit: float, spread: float, detail: str = "", **more: Any) -> Figure:
-    """A ratio that is met at its target less the spread that raw against raw showed in the same run."""
+    """A ratio that is met at its target less the spread that raw against raw showed in the same run.
+
+    Where raw differed from raw by more than `MAX_SPREAD`, a value below the target says nothing: `met` is None.
+    """
     more |= {"spread": round(spread, 4)}
-    return Figure(name, round(value, 4), f">= {limit:g}", value >= limit - spread, detail, more)
+    met: bool | None = value >= limit - min(spread, MAX_SPREAD)
+    if value < limit and spread > MAX_SPREAD:
+        met, detail = None, f"{detail}; too noisy to judge"
+    return Figure(name, round(value, 4), f">= {limit:g}", met, detail, more)
 
 
 def none_of(name: str, count: int, detail: str = "", **more: Any) -> Figure:

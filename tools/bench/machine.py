@@ -55,6 +55,27 @@ def anonymous_nbytes() -> int:
     raise OSError("/proc/self/status has no RssAnon")
 
 
+def written_nbytes() -> int:
+    """What this process has caused to be written to disk, as Linux counts it.
+
+    Raises:
+        OSError: a system without /proc.
+    """
+    return _io("write_bytes")
+
+
+def read_nbytes() -> int:
+    """What this process has read from disk and not from the page cache, as `written_nbytes`."""
+    return _io("read_bytes")
+
+
+def _io(name: str) -> int:
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    raise OSError(f"/proc/self/io has no {name}")
+
+
 def _cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -30,9 +30,14 @@ _WARM_SIZE = transfer.Size(2 * MiB, 128)
 _NUM_BOOKED = 2048
 
 
-def measure(root: Path, progress: Progress, runs: int) -> Iterator[Figure]:
-    """Each figure as it is known; `root` is an empty directory with room for a few GiB."""
+def measure(root: Path, progress: Progress, runs: int, quick: bool = False) -> Iterator[Figure]:
+    """Each figure as it is known; `root` is an empty directory with room for a few GiB.
+
+    `quick` leaves out all part sizes but 2 MiB.
+    """
     for size, (least_spill, least_restore) in SIZES.items():
+        if quick and size.part_nbytes != 2 * MiB:
+            continue
         yield from disk_figures(root, progress, size, least_spill, least_restore, runs)
     for disk_io, least in MIN_WARM.items():
         progress.say(f"warm restore, disk_io={disk_io}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +15,7 @@ from tieredkv.units import GiB, KiB, MiB
 
 from . import workload
 from .child import Say
+from .machine import written_nbytes
 from .raw import DEPTHS, RawFile, memcpy_s
 
 BLOCK_SIZE = 32
@@ -69,13 +69,13 @@ def spill(say: Say, path: str, raw_path: str, rounds: int, disk_io: str, **size:
                 raise RuntimeError(f"chain {chain} was not taken: {stored}")
             if chain:
                 before_s.append(raw.write(2 * chain - 2, depth))
-            at, began = _written_nbytes(), time.perf_counter()
+            at, began = written_nbytes(), time.perf_counter()
             flushed = cache.flush(_WAIT_S)
             seconds = time.perf_counter() - began
             if not flushed.ok or flushed.num_spilled != of.num_parts:
                 raise RuntimeError(f"not every part was spilled: {flushed}")
             if chain:
-                written.append(_written_nbytes() - at)
+                written.append(written_nbytes() - at)
                 ours_s.append(seconds)
                 after_s.append(raw.write(2 * chain - 1, depth))
         counters = dict(cache.stats().counters)
@@ -97,7 +97,7 @@ def restore(say: Say, path: str, raw_path: str, rounds: int, disk_io: str, **siz
         for chain in range(rounds + 1):
             if chain:
                 before_s.append(raw.read(2 * chain - 2, depth))
-            seconds = _load_s(space, of, chain)
+            seconds = load_s(space, of, chain)
             ours_s.append(seconds)
             if chain:
                 after_s.append(raw.read(2 * chain - 1, depth))
@@ -123,7 +123,7 @@ def warm(say: Say, path: str, rounds: int, disk_io: str, **size: int) -> dict[st
             if not cache.flush(_WAIT_S).ok:
                 raise RuntimeError(f"chain {chain} was not spilled")
         for number in range(rounds + 3):
-            seconds = _load_s(space, of, number % 3)
+            seconds = load_s(space, of, number % 3)
             if number > 2:
                 ours_s.append(seconds)
                 _, before, after = memcpy_s(of.nbytes, 3)
@@ -158,7 +158,7 @@ def bookkeeping(say: Say, path: str, rounds: int, num_blocks: int) -> dict[str, 
     return {"store_s": store_s[1:], "copy_s": copy_s[1:], "num_blocks": num_blocks}
 
 
-def _load_s(space: tieredkv.Namespace, of: Size, chain: int) -> float:
+def load_s(space: tieredkv.Namespace, of: Size, chain: int) -> float:
     """Seconds until a chain is in device memory, every part verified."""
     ids = of.prompt(chain)
     began = time.perf_counter()
@@ -169,11 +169,3 @@ def _load_s(space: tieredkv.Namespace, of: Size, chain: int) -> float:
             found = f"{prefix.num_tokens} tokens from {dict(prefix.by_tier)}, {prefix.reason}"
             raise RuntimeError(f"chain {chain}: {found}, not {of.num_tokens} from disk")
     return seconds
-
-
-def _written_nbytes() -> int:
-    """What this process has caused to be written to disk, as Linux counts it."""
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("write_bytes:"):
-            return int(line.split()[1])
-    raise OSError("/proc/self/io has no write_bytes")
