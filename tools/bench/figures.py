@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
 MAX_SPREAD = 0.25
 """The most that raw against raw may differ in a run that judges anything."""
 
