@@ -212,7 +212,7 @@ def test_other_ids_than_attached_are_refused_by_index(bench: Bench) -> None:
     cache, _ = bench.attach(bench.ids)
     wrong = bench.ids.clone()
     wrong[0, 71] = 11
-    with pytest.raises(BadInput, match="id 71 is 11"):
+    with pytest.raises(BadInput, match="id 71 is not"):
         bench.model.generate(wrong, **{bench.keyword: cache}, **GREEDY)
 
 
@@ -221,7 +221,7 @@ def test_ids_that_differ_inside_the_prefix_are_refused_at_commit(bench: Bench) -
     wrong = bench.ids.clone()
     wrong[0, 5] = 11
     got = bench.model.generate(wrong, **{bench.keyword: cache}, **GREEDY)
-    with pytest.raises(BadInput, match=f"id 5 is 11, but {bench.ids[0, 5]} was forwarded"):
+    with pytest.raises(BadInput, match="id 5 is not the one that was forwarded"):
         bench.session.commit(got)
 
 
@@ -231,7 +231,7 @@ def test_ids_that_were_never_forwarded_are_refused(bench: Bench) -> None:
         bench.session.commit(torch.cat([got, got[:, :3]], dim=1))
     changed = got.clone()
     changed[0, 82] = 11
-    with pytest.raises(BadInput, match="id 82 is 11"):
+    with pytest.raises(BadInput, match="id 82 is not"):
         bench.session.commit(changed)
     bench.session.commit(got)
 

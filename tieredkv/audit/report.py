@@ -135,6 +135,8 @@ def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
     if found.is_new:
         raise NotAStore(f"{path} holds no store")
     state, damage = State(), list[str]()
+    if fs.exists(f"{path}/{SLABS}") and not fs.is_dir(f"{path}/{SLABS}"):
+        damage.append(f"{SLABS} is no directory: opening the store puts it aside")
     checkpoint = restore(fs, path, found, state, damage)
     log = LogRead(fs, f"{path}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
     for lsns, run in log.gathered():

@@ -40,8 +40,9 @@ def as_tokens(tokens: object) -> Tokens:
         raise BadInput(f"tokens must be a 1-D sequence of integers, got {array.ndim}-D {array.dtype}")
     if array.dtype == np.int32 and (not array.size or int(array.min()) >= 0):
         return np.ascontiguousarray(array)
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << 31):
-        raise BadInput(f"token ids must lie in 0 to 2**31-1, got {array.min()} to {array.max()}")
+    wrong = np.flatnonzero((array < 0) | (array >= 1 << 31))
+    if wrong.size:
+        raise BadInput(f"token ids lie in 0 to 2**31-1, and the one at {wrong[0]} is {array[wrong[0]]}")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

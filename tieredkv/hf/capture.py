@@ -171,7 +171,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         wrong = np.flatnonzero(known != tokens[: len(known)])
         if wrong.size:
             at = int(wrong[0])
-            raise BadInput(f"id {at} is {tokens[at]}, but {known[at]} was forwarded")
+            raise BadInput(f"id {at} is not the one that was forwarded")
         if self.doubt is not None and self.doubt.refused:
             raise BadInput(f"from token {self.doubt.first_token} on: {self.doubt.why}")
         if self.doubt is None and len(tokens) > self.num_tokens + 1:
@@ -378,10 +378,8 @@ class CapturingCache(Cache):  # type: ignore[misc]
         expected = self._expected[self.num_tokens : self.num_tokens + len(row)]
         wrong = np.flatnonzero(row[: len(expected)] != expected)
         if wrong.size:
-            at = int(wrong[0])
-            raise BadInput(
-                f"id {self.num_tokens + at} is {row[at]}, but {expected[at]} was attached: pass the attached ids"
-            )
+            at = self.num_tokens + int(wrong[0])
+            raise BadInput(f"id {at} is not the one that was attached: pass the attached ids")
 
     def _doubt(self, first_token: int, why: str, refused: bool = False) -> None:
         if self.doubt is None or first_token < self.doubt.first_token:

@@ -69,7 +69,7 @@ class SessionRow:
     tokens: Tokens = field(repr=False)
     turns: tuple[Turn, ...] = ()
     anchors: tuple[int, ...] = ()
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict, repr=False)
     pinned: bool = False
     priority: int = 0
     expires_at: float = 0.0

@@ -336,6 +336,7 @@ class LmdbStore:
 
     def _opened_read_only(self) -> Any:
         path = f"{self._path}/{PAYLOAD_NAME}"
+        self._fs.open_file(path).close()  # refuses a link, which LMDB would follow
         try:
             return lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False)
         except lmdb.Error as error:
@@ -348,7 +349,10 @@ class LmdbStore:
             lmdb.Error: not a file of LMDB's.
         """
         path = f"{self._path}/{PAYLOAD_NAME}"
-        env = lmdb.open(path, subdir=False, map_size=self._map_nbytes, readahead=False, mode=0o600)
+        for name in (PAYLOAD_NAME, _LOCK_NAME):  # LMDB would follow a link, and obey the umask
+            where = f"{self._path}/{name}"
+            self._fs.open_file(where, create=not self._fs.exists(where)).close()
+        env = lmdb.open(path, subdir=False, map_size=self._map_nbytes, readahead=False)
         missing = (env.info()["last_pgno"] + 1) * env.stat()["psize"] - self._fs.file_nbytes(path)
         if missing > 0:
             with contextlib.closing(self._fs.open_file(path, writable=True)) as file:
