@@ -345,6 +345,10 @@ class TieredCache:
         self.check_open()
         return self._sessions.open(name, space, like)
 
+    def is_session_open(self, name: str) -> bool:
+        """Whether this process has the session open."""
+        return self._sessions.is_open(name)
+
     def sessions(self) -> tuple[SessionRow, ...]:
         """Every session that has not expired, by name."""
         self.check_open()

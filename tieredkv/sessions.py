@@ -269,6 +269,10 @@ class Sessions:
                 raise
         return session
 
+    def is_open(self, name: str) -> bool:
+        with self._lock:
+            return name in self._open
+
     def exists(self, name: str) -> bool:
         with self._lock:
             row = self._catalog.sessions.get(name)

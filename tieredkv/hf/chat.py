@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
+from ..block.hashing import common_prefix
 from ..block.identity import Identity
 from ..block.layout import BlockLayout
 from ..cache import TieredCache
+from ..errors import BadInput
+from ..table.catalog import SessionRow
+from .arguments import check_arguments, is_messages, one_row
+from .capture import Tokens
+from .explain import PrefillSpeed
 from .live_model import LiveModel
+from .rows import Generated, generate_rows
 from .session import ChatSession
 from .template import Template
+from .transcript import checks_of
 
 
 class ChatModel:
@@ -32,6 +42,7 @@ class ChatModel:
     ) -> None:
         self._live = LiveModel(kv, model, salt)
         self._template = Template(tokenizer, template)
+        self._speed = PrefillSpeed()
 
     @property
     def identity(self) -> Identity:
@@ -56,8 +67,75 @@ class ChatModel:
             SessionError: it is open already in this process.
         """
         self._live.refresh()
-        return ChatSession(self._live, self._template, self._live.kv.session(name, self._live.space), system)
+        return self._open(name, system=system)
+
+    def resume(self, prompt: Any, name: str | None = None) -> ChatSession:
+        """The conversation that `prompt` goes on from, for callers that bring a whole prompt and no name.
+
+        That is the session whose messages, or ids, are all at the prompt's beginning: the longest of them. If there
+        is none, or it is open, a new session begins with what `prompt` shares with the one that shares most.
+
+        Args:
+            prompt: ids, `[n]` or `[1, n]`, or messages; to be given to `generate` next.
+            name: of a new session; one is made up if None.
+
+        Raises:
+            SessionError: a session of that name exists.
+        """
+        self._live.refresh()
+        row, num_shared = self._most_alike(prompt)
+        if row is not None and num_shared == len(row.tokens) and not self._live.kv.is_session_open(row.name):
+            return self._open(row.name)
+        session = self._open(name or f"chat-{secrets.token_hex(4)}", like=row)
+        if num_shared < len(session.tokens):
+            session.rollback(num_tokens=num_shared)
+        return session
+
+    def generate(self, rows: Sequence[tuple[ChatSession, Any]], **generate_kwargs: Any) -> list[Generated]:
+        """Answer prompts of several sessions in one `generate` call, whatever their lengths.
+
+        Args:
+            rows: sessions of this model, each with its prompt as for `ChatSession.generate`.
+
+        Raises:
+            BadInput: no rows, a session twice, a session of another model; as `ChatSession.generate`.
+        """
+        if not rows:
+            raise BadInput("there are no rows to generate")
+        names = [session.name for session, _ in rows]
+        for number, (session, _) in enumerate(rows):
+            if not session.is_of(self._live):
+                raise BadInput(
+                    f"row {number}: session {session.name!r} belongs to another ChatModel than this"
+                )
+            if session.name in names[:number]:
+                raise BadInput(f"row {number}: session {session.name!r} is in the batch already")
+        check_arguments(generate_kwargs, self._live.model)
+        asked = [session.begin_row(prompt) for session, prompt in rows]
+        return generate_rows(self._live, asked, generate_kwargs)
 
     def rehash(self) -> None:
         """Hash every weight again: needed after writing a parameter through `.data`."""
         self._live.rehash()
+
+    def _open(self, name: str, system: str | None = None, like: SessionRow | None = None) -> ChatSession:
+        record = self._live.kv.session(name, self._live.space, like)
+        return ChatSession(self._live, self._template, self._speed, record, system)
+
+    def _most_alike(self, prompt: Any) -> tuple[SessionRow | None, int]:
+        """The session that shares most with a prompt, and how many of its tokens are shared."""
+        rows = [r for r in self._live.kv.sessions() if r.namespace == self._live.space.row.number]
+        if is_messages(prompt):
+            checks = checks_of(prompt)
+            said = {row.meta.get("check"): row for row in rows}
+            found = next((said[check] for check in reversed(checks) if check in said), None)
+            if found is not None:
+                return found, len(found.tokens)
+            ids: Tokens = self._template.prompt(prompt, self._template.encode(""), ()).ids
+        else:
+            ids = one_row(prompt)
+        shared = [common_prefix(row.tokens, ids) for row in rows]
+        best = max(range(len(rows)), key=shared.__getitem__, default=None)
+        if best is None or not shared[best]:
+            return None, 0
+        return rows[best], shared[best]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,59 +18,21 @@ import numpy as np
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from ..block.hashing import as_tokens, common_prefix
+from ..block.hashing import common_prefix
 from ..errors import BadInput, SessionError
-from ..outcomes import Reason
 from ..sessions import Session
 from ..table.catalog import Turn
-from .capture import CapturingCache, Tokens
+from . import anchors
+from .arguments import check_arguments, check_one_sequence, is_assisted, is_messages, num_sequences, one_row
+from .capture import Tokens
+from .explain import Divergence, Explain, PrefillSpeed, divergence
 from .live_model import LiveModel
-from .restore import restore
+from .memory import SessionMemory
+from .prefetch import Prefetch
+from .rows import Asked, Generated, generate_rows, prefill
 from .stream import Answer, Generation, TextPieces
 from .template import Message, Prompt, Template
 from .transcript import Transcript
-
-_OURS = {
-    "inputs",
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "streamer",
-    "use_cache",
-} | {
-    "cache",
-    "past_key_values",
-}
-"""Arguments of `generate` that the session gives itself."""
-_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
-_NUM_TURN_ENDS = 3
-"""A session keeps its end and its last two turn ends."""
-_NUM_BRANCHES = 2
-"""And the last places where other chains left its own."""
-
-
-@dataclass(frozen=True)
-class Explain:
-    """What the last prompt cost.
-
-    Attributes:
-        prompt_tokens, reused_tokens: tokens of the prompt, and how many of them were not computed.
-        by_tier: the reused tokens by where they were: `session` is this session's own memory.
-        reason, detail: why not more.
-        diverged_at: the token at which the prompt left what the session held, or None.
-        restore_s: seconds spent on finding and reading the prefix.
-        ttft_s: seconds from `send` to the first token; None before it.
-    """
-
-    prompt_tokens: int
-    reused_tokens: int
-    by_tier: Mapping[str, int] = field(default_factory=dict)
-    reason: str = str(Reason.COMPLETE)
-    detail: str = ""
-    diverged_at: int | None = None
-    restore_s: float = 0.0
-    ttft_s: float | None = None
 
 
 class ChatSession:
@@ -80,20 +42,24 @@ class ChatSession:
     """
 
     def __init__(
-        self, live: LiveModel, template: Template, record: Session, system: str | None = None
+        self,
+        live: LiveModel,
+        template: Template,
+        speed: PrefillSpeed,
+        record: Session,
+        system: str | None = None,
+        like: Transcript | None = None,
     ) -> None:
         self._live = live
         self._template = template
+        self._speed = speed
         self._record = record
-        self._cache: CapturingCache | None = None
-        self._attached: Tokens | None = None
-        self._branch = 0
-        self._num_skipped = 0
+        self._memory = SessionMemory(live)
         self._explain: Explain | None = None
         self._running: tuple[float, Generation] | None = None
         self._answer: weakref.ref[Answer] | None = None
-        self._transcript = Transcript(template, record)
-        if system is not None and not len(self.tokens):
+        self._transcript = Transcript(template, record, like)
+        if system is not None and not record.turns:
             self.system(system)
 
     def __enter__(self) -> ChatSession:
@@ -126,6 +92,15 @@ class ChatSession:
         return bool(self._record.turns) and self._record.turns[-1].role == "user"
 
     @property
+    def pinned(self) -> bool:
+        return self._record.pinned
+
+    @property
+    def priority(self) -> str:
+        """`low`, `normal` or `high`."""
+        return self._record.priority
+
+    @property
     def last_explain(self) -> Explain | None:
         """What the last prompt cost."""
         if self._explain is None or self._running is None:
@@ -138,8 +113,15 @@ class ChatSession:
         """What the last prompt cost; before any, what the next would find of the session's tokens."""
         if self._explain is not None:
             return self.last_explain or self._explain
-        hit = self._record.space.lookup(self.tokens)
-        return Explain(len(self.tokens), hit.num_tokens, hit.by_tier, str(hit.reason), hit.detail)
+        hit = self._record.space.lookup(np.append(self.tokens, np.int32(0)))
+        skipped_s = self._speed.seconds_for(hit.num_tokens)
+        return Explain(
+            len(self.tokens), hit.num_tokens, hit.by_tier, str(hit.reason), hit.detail, skipped_s=skipped_s
+        )
+
+    def is_of(self, live: LiveModel) -> bool:
+        """Whether it is a conversation with this very model."""
+        return self._live is live
 
     # Talking
 
@@ -149,7 +131,9 @@ class ChatSession:
         Raises:
             BadInput: the conversation has begun.
         """
-        if len(self.tokens):
+        if any(turn.role != "system" for turn in self._record.turns) or (
+            len(self.tokens) and not self._record.turns
+        ):
             raise BadInput(f"session {self.name!r} has begun: its system message cannot change")
         self._transcript.messages = [{"role": "system", "content": text}]
 
@@ -160,34 +144,70 @@ class ChatSession:
             BadInput: the last message has no answer yet, or an argument that the session gives itself.
         """
         began = time.perf_counter()
-        self._check_ready(generate_kwargs)
+        self._check_streams(generate_kwargs)
         if self.interrupted:
             raise BadInput("the last message has no answer: resume_answer() or rollback(turns=1) first")
-        messages: list[Message] = [*self._spoken(), {"role": "user", "content": text}]
-        ends = [turn.end for turn in self._record.turns]
-        prompt = self._template.prompt(messages, self._said_tokens(), ends)
-        diverged_at = _divergence(prompt.ids, self.tokens)
-        self._commit_question(messages, prompt)
-        return self._generate(began, max_new_tokens, generate_kwargs, diverged_at)
+        diverged = self._ask([*self._spoken(), {"role": "user", "content": text}])
+        return self._stream(began, max_new_tokens, generate_kwargs, diverged)
 
     def resume_answer(self, max_new_tokens: int = 256, **generate_kwargs: Any) -> Answer:
         """Generate the answer of an interrupted turn again, from its user message."""
         began = time.perf_counter()
-        self._check_ready(generate_kwargs)
+        self._check_streams(generate_kwargs)
         if not self.interrupted:
             raise BadInput("no message waits for an answer: regenerate() makes another of the last one")
         self._spoken()
-        return self._generate(began, max_new_tokens, generate_kwargs, None)
+        return self._stream(began, max_new_tokens, generate_kwargs, None)
 
     def regenerate(self, max_new_tokens: int = 256, **generate_kwargs: Any) -> Answer:
         """Take back the last answer, if there is one, and generate it again from its user message."""
-        self._check_ready(generate_kwargs)
+        self._check_streams(generate_kwargs)
         asked = [turn.end for turn in self._record.turns if turn.role == "user"]
         if not asked:
             raise BadInput("nothing was asked yet")
         if not self.interrupted:
             self.rollback(num_tokens=asked[-1])
         return self.resume_answer(max_new_tokens, **generate_kwargs)
+
+    def generate(self, prompt: Any, **generate_kwargs: Any) -> Generated:
+        """Answer a prompt at once; what it shares with the session is not computed again.
+
+        Args:
+            prompt: ids, `[n]` or `[1, n]`; or all messages of a chat, the last of them not an assistant's.
+                Where it leaves what the session holds, the session follows it: `explain` says where.
+            generate_kwargs: as `generate` takes them. Of several beams or sequences the first is committed.
+
+        Raises:
+            BadInput: no prompt, or an argument that the session gives itself.
+        """
+        model = self._live.model
+        self._check_ready(generate_kwargs)
+        if num_sequences(generate_kwargs, model) > 1:
+            return generate_rows(self._live, [self.begin_row(prompt)], generate_kwargs)[0]
+        tokens, diverged = self._begin(prompt)
+        num_new = int(generate_kwargs.get("max_new_tokens") or 0)
+        attached = self._attach(tokens, is_assisted(generate_kwargs, model), diverged, num_new)
+        try:
+            out = model.generate(**{**generate_kwargs, **attached})
+        except BaseException:
+            self._memory.drop()
+            raise
+        whole = self._memory.whole(out)
+        return Generated(whole, self._keep(whole), torch.from_numpy(whole.astype(np.int64))[None])
+
+    def begin_row(self, prompt: Any) -> Asked:
+        """A prompt of this session as one row of a batch: all but its last token computed, alone and kept.
+
+        Raises:
+            BadInput: no prompt.
+        """
+        self._check_ready({})
+        tokens, diverged = self._begin(prompt)
+        cache = self._attach(tokens, False, diverged)[self._live.cache_name]
+        began, num_held = time.perf_counter(), cache.num_tokens
+        prefill(self._live, cache, tokens[:-1])
+        self._speed.note(len(tokens) - 1 - num_held, time.perf_counter() - began)
+        return Asked(tokens, cache, self._keep)
 
     # For people who call generate themselves
 
@@ -203,65 +223,63 @@ class ChatSession:
             BadInput: no ids, or more than one row.
         """
         self._check_ready({})
-        tokens = _one_row(ids)
-        if not len(tokens):
-            raise BadInput("there is nothing to attach: no ids")
-        return self._attach(tokens, assisted, _divergence(tokens, self.tokens))
+        tokens, diverged = self._begin(one_row(ids))
+        return self._attach(tokens, assisted, diverged)
 
     def commit(self, out: object) -> None:
         """Keep what a `generate` call over attached ids gave: its sequences, as a tensor or a ModelOutput.
 
         Raises:
-            BadInput: nothing was attached; more than one row; an id that disagrees with what was forwarded
-                (its index is named), or was never forwarded; foreign positions or a mask with holes.
+            BadInput: nothing was attached; more than one row, or fewer ids than were attached; an id that
+                disagrees with what was forwarded (its index is named), or was never forwarded; foreign
+                positions or a mask with holes.
         """
-        cache, prompt = self._cache, self._attached
-        if cache is None or prompt is None:
-            raise BadInput("commit keeps what was generated over attached ids: attach first")
-        tokens = np.concatenate([prompt[: self._num_skipped], _one_row(getattr(out, "sequences", out))])
-        cache.agree(tokens)
-        shared = common_prefix(self.tokens, prompt)
-        turns = [turn for turn in self._record.turns if turn.end <= shared]
-        turns.append(Turn("user", min(len(prompt), len(tokens))))
-        turns.append(Turn("assistant", len(tokens)))
-        self._commit_answer(tokens, turns, None)
+        self._keep(self._memory.whole(out))
 
     # Changing and keeping
 
-    def rollback(self, turns: int | None = None, num_tokens: int | None = None) -> int:
-        """Take back the last `turns` exchanges, or everything past `num_tokens`.
+    def rollback(
+        self, turns: int | None = None, num_tokens: int | None = None, num_messages: int | None = None
+    ) -> int:
+        """Take back the last `turns` exchanges, or everything past `num_tokens`, or past `num_messages`.
+
+        The system message stays, unless fewer tokens are asked for than it has.
 
         Returns:
             How many of the tokens left a next prompt has to compute again.
 
         Raises:
-            BadInput: more than there is, or neither or both given.
+            BadInput: more than there is, or not exactly one of the three given.
         """
         self._check_ready({})
-        if (turns is None) == (num_tokens is None):
-            raise BadInput("rollback takes either turns or num_tokens")
-        end = self._end_before(turns) if turns is not None else int(num_tokens or 0)
+        if sum(given is not None for given in (turns, num_tokens, num_messages)) != 1:
+            raise BadInput("rollback takes one of turns, num_tokens and num_messages")
+        end = int(num_tokens or 0)
+        if turns is not None:
+            end = self._end_before(turns)
+        elif num_messages is not None:
+            end = self._end_of(num_messages)
         if not 0 <= end <= len(self.tokens):
             raise BadInput(f"cannot roll {len(self.tokens)} tokens back to {end}")
-        tokens, anchors = self.tokens[:end], [a for a in self._record.anchors if a <= end]
+        tokens, held = self.tokens[:end], [a for a in self._record.anchors if a <= end]
         kept = [turn for turn in self._record.turns if turn.end <= end]
         said = None if self._transcript.messages is None else self._transcript.messages[: len(kept)]
-        self._record.commit(
-            tokens, kept, anchors=anchors, meta=self._transcript.meta(self._record, tokens, kept, said)
-        )
+        meta = self._transcript.meta(self._record, tokens, kept, said)
+        self._record.commit(tokens, kept, anchors=held, meta=meta)
         if said is not None and self._transcript.messages:
             system = [m for m in self._transcript.messages[:1] if m["role"] == "system"]
             self._transcript.messages = said or system
-        return end - self._num_at_hand(end)
+        return end - self._memory.num_at_hand(self._record.space, self.tokens)
 
     def fork(self, name: str) -> ChatSession:
-        """A new session with the same conversation; blocks are shared.
+        """A new session with the same conversation; blocks are shared, nothing is copied.
 
         Raises:
             SessionError: a session of that name exists.
         """
-        self._check_ready({})
-        return ChatSession(self._live, self._template, self._record.fork(name))
+        self._check_idle()
+        record = self._record.fork(name)
+        return ChatSession(self._live, self._template, self._speed, record, like=self._transcript)
 
     def pin(self) -> None:
         """Hold the session's blocks against eviction, also after a restart."""
@@ -270,14 +288,26 @@ class ChatSession:
     def unpin(self) -> None:
         self._record.unpin()
 
-    def expire(self, days: float) -> None:
-        """Let the session go `days` from now."""
+    def prioritise(self, priority: str) -> None:
+        """Let the session's own blocks be evicted before (`"low"`) or after (`"high"`) those of others."""
+        self._record.prioritise(priority)
+
+    def expire(self, days: float | None) -> None:
+        """Let the session go `days` from now; None: when the store's `expire_days` says so."""
         self._record.expire(days)
+
+    def prefetch(self) -> Prefetch:
+        """Bring the session's KV into its own memory in the background, while the user types.
+
+        The next prompt goes on from there; `cancel` lets it be. Asked again while it runs, it is the same.
+        """
+        self._check_ready({})
+        return self._memory.prefetch(self.tokens)
 
     def delete(self) -> None:
         """Remove the session and the blocks that no other session shares; nothing is left on return."""
         self._end_answer()
-        self._drop_cache()
+        self._memory.drop()
         self._record.delete()
 
     def close(self) -> None:
@@ -285,116 +315,118 @@ class ChatSession:
         try:
             self._end_answer()
         finally:
-            self._drop_cache()
+            self._memory.drop()
             self._record.close()
 
     # Inside: a turn
 
-    def _generate(
-        self, began: float, max_new_tokens: int, given: Mapping[str, Any], diverged_at: int | None
+    def _begin(self, prompt: Any) -> tuple[Tokens, Divergence | None]:
+        """The ids of a prompt, and where they leave the session; messages are committed."""
+        if is_messages(prompt):
+            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in prompt]
+            if messages[-1]["role"] == "assistant":
+                raise BadInput("the last message is an assistant's: there is nothing to answer")
+            diverged = self._ask(messages)
+            return self._said_tokens(), diverged
+        tokens = one_row(prompt)
+        if not len(tokens):
+            raise BadInput("there is nothing to attach: no ids")
+        return tokens, divergence(self._template, self.tokens, tokens, self._record.turns)
+
+    def _ask(self, messages: list[Message]) -> Divergence | None:
+        """Commit the prompt that `messages` make, going on from those that the session has."""
+        turns = self._record.turns
+        held = min(self._transcript.num_same(messages), len(turns))
+        prompt = self._template.prompt(messages, self.tokens, [turn.end for turn in turns[:held]])
+        diverged = divergence(
+            self._template, self.tokens, prompt.ids, turns, self._transcript.messages or (), messages
+        )
+        self._commit_question(messages, prompt)
+        return diverged
+
+    def _stream(
+        self,
+        began: float,
+        max_new_tokens: int,
+        given: Mapping[str, Any],
+        diverged: Divergence | None,
     ) -> Answer:
-        assisted = _is_assisted(self._live.model, given)
-        attached = self._attach(self._said_tokens(), assisted, diverged_at, max_new_tokens)
+        assisted = is_assisted(given, self._live.model)
+        attached = self._attach(self._said_tokens(), assisted, diverged, max_new_tokens)
         arguments = {**given, **attached, "max_new_tokens": max_new_tokens}
         criteria = list(given.get("stopping_criteria") or ())
+        attached_at = time.perf_counter()
 
         def call(streamer: Any, stop: Any) -> Any:
             ends = StoppingCriteriaList([*criteria, stop])
             return self._live.model.generate(**{**arguments, "streamer": streamer, "stopping_criteria": ends})
 
+        def keep(generation: Generation) -> None:
+            """Commit what was generated; after an error leave the turn interrupted."""
+            self._explain, self._running, self._answer = self.last_explain, None, None
+            if generation.error is not None:
+                self._memory.drop()
+                return
+            if generation.first_token_at is not None and self._explain is not None:
+                num_computed = self._explain.prompt_tokens - self._explain.reused_tokens
+                self._speed.note(num_computed, generation.first_token_at - attached_at)
+            self._keep(self._memory.whole(generation.output))
+
         generation = Generation(call)
         self._running = began, generation
         pieces = TextPieces(lambda ids: self._template.decode(np.array(ids, dtype=np.int32)))
-        answer = Answer(generation, pieces, self._keep_answer)
+        answer = Answer(generation, pieces, keep)
         self._answer = weakref.ref(answer)
         return answer
 
-    def _keep_answer(self, generation: Generation) -> None:
-        """Commit what was generated; after an error leave the turn interrupted."""
-        self._explain, self._running, self._answer = self.last_explain, None, None
-        prompt = self._attached
+    def _keep(self, tokens: Tokens) -> str:
+        """Commit the answer that ends in `tokens` to what was attached; returns its text."""
+        prompt = self._memory.attached
         assert prompt is not None, "an answer ended that was never attached"
-        if generation.error is not None:
-            self._drop_cache()
-            return
-        tokens = _one_row(getattr(generation.output, "sequences", generation.output))
-        tokens = np.concatenate([prompt[: self._num_skipped], tokens])
         text = self._template.decode(tokens[len(prompt) :])
-        messages: list[Message] = [*self._spoken(), {"role": "assistant", "content": text}]
-        self._commit_answer(tokens, [*self._record.turns, Turn("assistant", len(tokens))], messages)
+        messages = self._transcript.messages
+        if messages and self.interrupted and np.array_equal(prompt, self._said_tokens()):
+            turns = [*self._record.turns, Turn("assistant", len(tokens))]
+            self._commit_answer(tokens, turns, [*messages, {"role": "assistant", "content": text}])
+            return text
+        shared = common_prefix(self.tokens, prompt)
+        turns = [turn for turn in self._record.turns if turn.end <= shared]
+        turns += [Turn("user", len(prompt)), Turn("assistant", len(tokens))]
+        self._commit_answer(tokens, turns, None)
+        return text
 
     def _commit_question(self, messages: list[Message], prompt: Prompt) -> None:
         """The user's message, before the first token of its answer."""
-        ids, shared = prompt.ids, common_prefix(prompt.ids, self.tokens)
+        ids, size, shared = prompt.ids, self._live.block_size, common_prefix(prompt.ids, self.tokens)
         turns = [Turn(m["role"], end) for m, end in zip(messages, prompt.ends, strict=True)]
         heads = self._heads()
         if shared < len(self.tokens) or not heads:
-            heads = [self._boundary(self._template.system_end(messages, ids) + 1)]
-        # The prompt's end is the running end: held before it is there, so that a broken turn can be made again.
-        kept = self._lasting(turns, heads).intersection(self._record.anchors)
-        anchors = sorted({a for a in kept if a <= shared} | {*heads, self._boundary(len(ids))} - {0})
+            heads = [anchors.system_head(turns[0].end if turns[0].role == "system" else 0, size)]
+        held = anchors.at_question(turns, heads, self._record.anchors, shared, size)
         meta = {**self._transcript.meta(self._record, ids, turns, messages), "heads": heads}
-        self._record.commit(ids, turns, anchors=anchors, meta=meta)
+        self._record.commit(ids, turns, anchors=held, meta=meta)
         self._transcript.messages = messages
 
     def _commit_answer(self, tokens: Tokens, turns: Sequence[Turn], messages: list[Message] | None) -> None:
         """Blocks first, then the session record that names them."""
-        cache = self._cache
-        assert cache is not None, "a turn is committed with its cache"
-        heads = self._heads() or [0]
-        if self._branch and self._branch not in heads:
-            heads = [heads[0], *[*heads[1:], self._branch][-_NUM_BRANCHES:]]
-        prompt_end = next((turn.end for turn in reversed(turns) if turn.role == "user"), 0)
-        named = self._lasting(turns, heads) | {self._boundary(prompt_end)}
-        anchors = sorted(b for b in named if 0 < b <= len(tokens))
-        cache.store_blocks(anchors, again=True)
+        heads = anchors.with_branch(self._heads(), self._memory.branch)
+        held = anchors.at_answer(turns, heads, len(tokens), self._live.block_size)
+        stored = self._memory.store(held)
         meta = {**self._transcript.meta(self._record, tokens, turns, messages), "heads": heads}
-        self._record.commit(tokens, turns, anchors=anchors, stored=cache.take_stored(), meta=meta)
-        self._transcript.messages, self._attached = messages, None
-        cache.forget_wanted()
-
-    def _lasting(self, turns: Sequence[Turn], heads: Sequence[int]) -> set[int]:
-        """The boundaries that a session keeps from turn to turn."""
-        ends = [turn.end for turn in turns if turn.role == "assistant"][-_NUM_TURN_ENDS:]
-        return {*heads, *map(self._boundary, ends)}
+        self._record.commit(tokens, turns, anchors=held, stored=stored, meta=meta)
+        self._transcript.messages = messages
+        self._memory.detach()
 
     # Inside: the cache
 
     def _attach(
-        self, tokens: Tokens, assisted: bool, diverged_at: int | None, num_new: int = 0
+        self, tokens: Tokens, assisted: bool, diverged: Divergence | None, num_new: int = 0
     ) -> dict[str, Any]:
-        began = time.perf_counter()
-        self._attached = None
-        cache, explain = self._cache_for(tokens, num_new)
-        cache.forget_wanted()
-        cache.want([self._boundary(len(tokens)), self._branch, *self._heads()])
-        self._cache, self._attached = cache, tokens
-        self._num_skipped = cache.num_tokens if assisted else 0
-        cache.expect(tokens, num_new, new_ids_only=self._num_skipped > 0)
-        self._explain = replace(explain, diverged_at=diverged_at, restore_s=time.perf_counter() - began)
-        device = self._live.device
-        return {
-            "input_ids": torch.tensor(tokens[self._num_skipped :], dtype=torch.long, device=device)[None],
-            "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long, device=device),
-            self._live.cache_name: cache,
-        }
-
-    def _cache_for(self, tokens: Tokens, num_new: int) -> tuple[CapturingCache, Explain]:
-        """A cache of a prefix of `tokens`: this session's own if that reaches as far as what is stored."""
-        space, own = self._live.space, self._cache
-        hit = space.lookup(tokens)
-        shared = common_prefix(own.tokens, tokens[:-1]) if own is not None and own.is_sound() else 0
-        if own is not None and 0 < shared >= hit.num_tokens and own.can_crop(shared):
-            reason = Reason.COMPLETE if shared == own.num_tokens else Reason.DIVERGED
-            own.crop(shared - own.num_tokens)
-            self._branch = 0
-            return own, Explain(len(tokens), shared, {"session": shared}, str(reason))
-        self._drop_cache()
-        cache = self._live.new_cache()
-        got = restore(space, cache, tokens, num_new)
-        # Full parts that reach beyond any anchor: a branch is about to form where they end.
-        self._branch = hit.num_full_tokens if hit.num_full_tokens > got.num_tokens else 0
-        return cache, Explain(len(tokens), got.num_tokens, got.by_tier, got.reason, got.detail)
+        attached, explain = self._memory.attach(tokens, self._heads(), assisted, num_new)
+        self._explain = replace(
+            explain, divergence=diverged, skipped_s=self._speed.seconds_for(explain.reused_tokens)
+        )
+        return attached
 
     def _follow_model(self) -> None:
         """If the model changed, its KV is another namespace's: go on there with the same tokens."""
@@ -402,31 +434,15 @@ class ChatSession:
         before = self._record
         if before.space.digest == self._live.space.digest:
             return
-        self._drop_cache()
+        self._memory.drop()
         before.close()
         self._record = self._live.kv.session(before.name, self._live.space)
         if len(before.tokens):
             self._record.commit(before.tokens, before.turns, meta=before.meta)
 
-    def _drop_cache(self) -> None:
-        self._cache = self._attached = None
-
-    def _boundary(self, num_tokens: int) -> int:
-        """The last boundary that a sequence of `num_tokens` can be restored at: one token is left to compute."""
-        size = self._live.block_size
-        return max(0, num_tokens - 1) // size * size
-
     def _heads(self) -> list[int]:
         """The boundary at the end of the system message (0: none), then those where other chains left this one."""
         return [int(boundary) for boundary in self._record.meta.get("heads", ())]
-
-    def _num_at_hand(self, end: int) -> int:
-        """How many of the first `end` tokens a next prompt finds."""
-        own = self._cache
-        if own is not None and own.is_sound() and own.can_crop(end):
-            return end
-        following = np.append(self.tokens[:end], np.int32(0))
-        return self._record.space.lookup(following).num_tokens
 
     # Inside: messages
 
@@ -436,63 +452,41 @@ class ChatSession:
         return self.tokens[: turns[-1].end] if turns else self.tokens[:0]
 
     def _end_before(self, turns: int) -> int:
+        """Where the last `turns` exchanges began."""
         asked = [i for i, turn in enumerate(self._record.turns) if turn.role == "user"]
         if not 0 < turns <= len(asked):
             raise BadInput(f"cannot take back {turns} of {len(asked)} exchanges")
-        before = self._record.turns[: asked[-turns]]
-        return before[-1].end if any(turn.role != "system" for turn in before) else 0
+        return self._end_of(asked[-turns])
+
+    def _end_of(self, num_messages: int) -> int:
+        """Where the first `num_messages` messages end."""
+        if not 0 <= num_messages <= len(self._record.turns):
+            raise BadInput(f"cannot keep {num_messages} of {len(self._record.turns)} messages")
+        return self._record.turns[num_messages - 1].end if num_messages else 0
 
     def _spoken(self) -> list[Message]:
         if self._transcript.messages is None:
-            raise BadInput(f"session {self.name!r} holds ids without messages: go on with attach and commit")
+            why = self._transcript.why_none
+            raise BadInput(f"session {self.name!r} cannot go on in messages: {why}; use attach and commit")
         return self._transcript.messages
 
-    # Inside: the answer that streams
+    # Inside: what is allowed now
 
-    def _check_ready(self, arguments: Mapping[str, Any]) -> None:
+    def _check_idle(self) -> None:
         if self._answer is not None and self._answer() is not None:
             raise SessionError(f"session {self.name!r} is answering: read the answer to its end or close it")
-        own = sorted(_OURS & arguments.keys())
-        if own:
-            raise BadInput(
-                f"{', '.join(own)}: the session gives these itself; attach(ids) is for your own calls"
-            )
-        for name in ("num_beams", "num_return_sequences"):
-            if (arguments.get(name) or 1) > 1:
-                raise BadInput(
-                    f"{name}={arguments[name]}: an answer is one sequence; use attach(ids) for more"
-                )
+
+    def _check_ready(self, arguments: Mapping[str, Any]) -> None:
+        self._check_idle()
+        check_arguments(arguments, self._live.model)
         self._follow_model()
+
+    def _check_streams(self, arguments: Mapping[str, Any]) -> None:
+        self._check_idle()
+        check_one_sequence(arguments, self._live.model)
+        self._check_ready(arguments)
 
     def _end_answer(self) -> None:
         answer = self._answer() if self._answer is not None else None
         if answer is not None:
             answer.close()
-
-
-def _is_assisted(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether `generate` will draft tokens, by its arguments or its configurations."""
-    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
-    return any(given.get(name) is not None for name in _ASSISTED) or any(
-        getattr(config, "prompt_lookup_num_tokens", None) is not None for config in configs
-    )
-
-
-def _divergence(ids: Tokens, held: Tokens) -> int | None:
-    """The token at which `ids` leave what is held, or None if they go on from it."""
-    shared = common_prefix(ids, held)
-    return shared if shared < len(held) else None
-
-
-def _one_row(ids: Any) -> Tokens:
-    """Ids `[n]` or `[1, n]`, as a tensor, array or list.
-
-    Raises:
-        BadInput: several rows, or no ids.
-    """
-    array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    if array.ndim == 2:
-        if array.shape[0] != 1:
-            raise BadInput(f"a session is one sequence, not {array.shape[0]} rows: choose one")
-        array = array[0]
-    return as_tokens(array)

@@ -58,27 +58,21 @@ class Template:
             log.info("the tokenizer brings no chat template: the plain built-in one is used")
 
     def prompt(self, messages: Sequence[Message], tokens: Tokens, ends: Sequence[int]) -> Prompt:
-        """The ids for `messages`, which end with a user's.
+        """The ids for `messages`, which end where an answer follows.
 
         Args:
-            tokens: ids of all messages but the last, as they were forwarded and generated.
+            tokens: the ids of the first messages, as they were forwarded and generated.
             ends: where each of those messages ends in `tokens`.
         """
-        rest = self._rest(messages, tokens) if len(tokens) else None
-        if rest is not None:
-            ids = np.concatenate([tokens, self.encode(rest)])
-            return Prompt(ids, (*ends, len(ids)))
-        ids = self.encode(self.render(messages, answer_follows=True))
-        found = [self._end(messages, i, ids) for i in range(len(messages) - 1)]
-        return Prompt(ids, (*found, len(ids)))
-
-    def system_end(self, messages: Sequence[Message], ids: Tokens) -> int:
-        """Where in `ids` everything before the first user's text ends; 0 without a system message."""
-        if len(messages) < 2 or messages[0]["role"] != "system":
-            return 0
-        text = self.render([messages[0], {**messages[1], "content": _MARK}], answer_follows=False)
-        head, mark, _ = text.partition(_MARK)
-        return common_prefix(self.encode(head), ids) if mark else 0
+        if ends and len(ends) == len(messages):
+            return Prompt(tokens, tuple(ends))
+        full = self.render(messages, answer_follows=True)
+        held, at = self._kept(messages, full, tokens, ends)
+        tokens, ends = tokens[: ends[held - 1] if held else 0], ends[:held]
+        marks = [self._end(messages, i, full) - at for i in range(held, len(messages) - 1)]
+        ids, found = self._encode(full[at:], marks)
+        ids = np.concatenate([tokens, ids])
+        return Prompt(ids, (*ends, *(len(tokens) + end for end in found), len(ids)))
 
     def render(self, messages: Sequence[Message], answer_follows: bool) -> str:
         """The chat as text; `answer_follows` adds what comes before an answer.
@@ -99,9 +93,19 @@ class Template:
 
     def encode(self, text: str) -> Tokens:
         """Ids of `text`; special tokens written in it count as such, none are added."""
-        return as_tokens(
-            np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        return self._encode(text, ())[0]
+
+    def _encode(self, text: str, marks: Sequence[int]) -> tuple[Tokens, list[int]]:
+        """Ids of `text`, and how many of them end at or before each of `marks` (characters)."""
+        fast = bool(marks) and bool(getattr(self.tokenizer, "is_fast", False))
+        found = self.tokenizer(
+            text, add_special_tokens=False, **({"return_offsets_mapping": True} if fast else {})
         )
+        ids = as_tokens(np.array(found["input_ids"], dtype=np.int64))
+        if not fast:
+            return ids, [common_prefix(ids, self.encode(text[:mark])) for mark in marks]
+        ends = np.maximum.accumulate([end for _, end in found["offset_mapping"]] or [0])
+        return ids, np.searchsorted(ends, marks, side="right").clip(max=len(ids)).tolist()
 
     def decode(self, ids: Tokens, keep_special: bool = False) -> str:
         text: str = self.tokenizer.decode(
@@ -109,27 +113,51 @@ class Template:
         )
         return text
 
-    def _rest(self, messages: Sequence[Message], tokens: Tokens) -> str | None:
-        """The text behind the last answer; None if the template rewrites that answer or what is before it."""
-        if len(messages) < 2 or messages[-2]["role"] != "assistant":
+    def _kept(
+        self, messages: Sequence[Message], full: str, tokens: Tokens, ends: Sequence[int]
+    ) -> tuple[int, int]:
+        """How many of the first messages keep their `tokens`, and where in the text what follows them begins.
+
+        Where the template writes the last of them otherwise than it was, those before it are tried.
+        """
+        for held in range(len(ends), max(0, len(ends) - 2), -1):
+            at = self._text_end(messages, full, held) if ends[held - 1] else None
+            if at is not None:
+                # An answer that ended by itself already holds the token that the template writes after it.
+                last = tokens[ends[held - 1] - 1 : ends[held - 1]]
+                text = self.decode(last, keep_special=True)
+                is_written = int(last[0]) in self.tokenizer.all_special_ids and full.startswith(text, at)
+                return held, at + len(text) if is_written else at
+        return 0, 0
+
+    def _text_end(self, messages: Sequence[Message], full: str, held: int) -> int | None:
+        """Where in the text the first `held` messages end; None if their ids do not stand for it any more.
+
+        So after a system message, whose last ids may merge with what follows.
+        """
+        role = messages[held - 1]["role"]
+        if role == "user":
+            head = self.render(messages[:held], answer_follows=True)
+            return len(head) if full.startswith(head) else None
+        if role != "assistant":
             return None
-        said = messages[-2]["content"]
-        marked = [*messages[:-2], {"role": "assistant", "content": _MARK}, messages[-1]]
-        head, mark, rest = self.render(marked, answer_follows=True).partition(_MARK)
-        if not mark or head != self.render(messages[:-2], answer_follows=True):
+        said, before, after = messages[held - 1]["content"], messages[: held - 1], messages[held:]
+        marked = self.render([*before, {"role": "assistant", "content": _MARK}, *after], answer_follows=True)
+        head, mark, rest = marked.partition(_MARK)
+        if not mark or head != self.render(before, answer_follows=True):
             return None
         # Trimmed space around an answer is no rewriting; its ids are what the model really said.
-        if self.render(messages, answer_follows=True) not in (head + said + rest, head + said.strip() + rest):
-            return None
-        # An answer that ended by itself already holds the token that the template writes after it.
-        last = self.decode(tokens[-1:], keep_special=True)
-        is_special = int(tokens[-1]) in self.tokenizer.all_special_ids
-        return rest.removeprefix(last) if is_special else rest
+        is_same = full in (head + said + rest, head + said.strip() + rest)
+        return len(full) - len(rest) if is_same else None
 
-    def _end(self, messages: Sequence[Message], index: int, ids: Tokens) -> int:
-        """Where a message ends in `ids`."""
+    def _end(self, messages: Sequence[Message], index: int, full: str) -> int:
+        """Where in the text of a chat one of its messages ends; a system message, where the next one's begins."""
         role = messages[index]["role"]
         if role == "system":
-            return self.system_end(messages, ids)
-        text = self.render(messages[: index + 1], answer_follows=role == "user")
-        return common_prefix(self.encode(text), ids)
+            marked = [*messages[: index + 1], {**messages[index + 1], "content": _MARK}]
+            text = self.render(marked, answer_follows=False).partition(_MARK)[0]
+        else:
+            text = self.render(messages[: index + 1], answer_follows=role == "user")
+        if full.startswith(text):
+            return len(text)
+        return next(at for at, (one, other) in enumerate(zip(text, full, strict=False)) if one != other)

@@ -25,22 +25,32 @@ _KEYS = ("chat", "check")
 class Transcript:
     """The messages of one session.
 
+    Args:
+        like: the transcript of the session that this one was forked from: nothing is read again.
+
     Attributes:
         messages: the conversation, with a system message that may not be recorded yet; None for a session
             that holds ids without messages.
+        why_none: why it has none.
     """
 
-    def __init__(self, template: Template, record: Session) -> None:
+    def __init__(self, template: Template, record: Session, like: Transcript | None = None) -> None:
         self._template = template
-        self._places: list[Place] = []
-        self.messages: list[Message] | None = self._read(record)
+        self.why_none = "it holds ids without messages"
+        self._places: list[Place] = [] if like is None else list(like._places)
+        self.messages: list[Message] | None = self._read(record) if like is None else like.messages
+
+    def num_same(self, messages: Sequence[Message]) -> int:
+        """How many of the first of these are the messages held."""
+        pairs = zip(self.messages or (), messages, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def meta(
         self, record: Session, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message] | None
     ) -> dict[str, Any]:
         """What the record's meta becomes with these messages, which end in `tokens` as `turns` says."""
         meta = {key: value for key, value in record.meta.items() if key not in _KEYS}
-        if messages is None:
+        if not messages:
             return meta
         shared = common_prefix(tokens, record.tokens)
         old = zip(record.turns, self.messages or (), turns, messages, strict=False)
@@ -51,7 +61,7 @@ class Transcript:
             start = turns[i - 1].end if i > 1 or (i and turns[0].role != "system") else 0
             places.append(self._locate(messages[i]["content"], tokens, start, turns[i].end))
         self._places = places
-        return {**meta, "chat": places, "check": _checksum(messages)}
+        return {**meta, "chat": places, "check": checks_of(messages)[-1]}
 
     def _read(self, record: Session) -> list[Message] | None:
         """What `meta` wrote; None if it is not there, or another tokenizer reads other text from the ids."""
@@ -60,8 +70,9 @@ class Transcript:
             return None if len(record.tokens) else []
         texts = [self._text_at(place, record.tokens) for place in places]
         messages = [{"role": t.role, "content": text} for t, text in zip(record.turns, texts, strict=False)]
-        if _checksum(messages) != record.meta.get("check"):
-            log.warning("session %r: this tokenizer reads other messages from its ids", record.name)
+        if checks_of(messages)[-1:] != [record.meta.get("check")]:
+            self.why_none = "the tokenizer changed: this one reads other messages from its ids"
+            log.warning("session %r: %s", record.name, self.why_none)
             return None
         self._places = list(places)
         return messages
@@ -77,7 +88,10 @@ class Transcript:
         return self._template.decode(tokens[start:end])[at : at + length]
 
 
-def _checksum(messages: Sequence[Message]) -> str:
-    """Tells whether messages that were read are those that were written."""
-    text = "\0".join(f"{m['role']}\0{m['content']}" for m in messages)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+def checks_of(messages: Sequence[Message]) -> list[str]:
+    """For each of `messages` a checksum over it and those before: tells whether what is read is what was written."""
+    digest, checks = hashlib.sha256(), list[str]()
+    for message in messages:
+        digest.update(f"\0{message['role']}\0{message['content']}".encode("utf-8", "surrogatepass"))
+        checks.append(digest.hexdigest()[:16])
+    return checks

@@ -1,0 +1,131 @@
+"""A session's own KV between its turns: the cache that `generate` goes on from, and what is on its way into it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..block.hashing import common_prefix
+from ..errors import BadInput
+from ..namespace import Namespace
+from ..outcomes import Reason, Stored
+from . import anchors
+from .arguments import one_row
+from .capture import CapturingCache, Tokens
+from .explain import Explain
+from .live_model import LiveModel
+from .prefetch import Prefetch
+from .restore import restore
+
+
+class SessionMemory:
+    """One cache at a time, of a prefix of the session or of what it was last asked.
+
+    Attributes:
+        attached: the prompt that the cache was attached for, until its answer is committed.
+        branch: the boundary at which another chain left this prompt and no window parts are; 0 without one.
+    """
+
+    def __init__(self, live: LiveModel) -> None:
+        self._live = live
+        self._cache: CapturingCache | None = None
+        self._prefetch: Prefetch | None = None
+        self._num_skipped = 0
+        self.attached: Tokens | None = None
+        self.branch = 0
+
+    def attach(
+        self, tokens: Tokens, heads: Sequence[int], assisted: bool = False, num_new: int = 0
+    ) -> tuple[dict[str, Any], Explain]:
+        """Arguments for one `generate` call over `tokens`, and what they cost.
+
+        Args:
+            heads: boundaries to keep when the call crosses them.
+            assisted: give only the ids behind the cache, with a mask over all.
+            num_new: how many tokens the call may generate, if that is known.
+        """
+        began = time.perf_counter()
+        self.attached = None
+        cache, explain = self._cache_for(tokens, num_new)
+        cache.forget_wanted()
+        cache.want([anchors.boundary(len(tokens), self._live.block_size), self.branch, *heads])
+        self._cache, self.attached = cache, tokens
+        self._num_skipped = cache.num_tokens if assisted else 0
+        cache.expect(tokens, num_new, new_ids_only=self._num_skipped > 0)
+        device = self._live.device
+        arguments = {
+            "input_ids": torch.tensor(tokens[self._num_skipped :], dtype=torch.long, device=device)[None],
+            "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long, device=device),
+            self._live.cache_name: cache,
+        }
+        return arguments, replace(explain, restore_s=time.perf_counter() - began)
+
+    def whole(self, out: Any) -> Tokens:
+        """The ids of a `generate` call over what was attached, prompt included.
+
+        Raises:
+            BadInput: nothing was attached; not one row; not what was forwarded.
+        """
+        cache, prompt = self._cache, self.attached
+        if cache is None or prompt is None:
+            raise BadInput("commit keeps what was generated over attached ids: attach first")
+        tokens = np.concatenate([prompt[: self._num_skipped], one_row(getattr(out, "sequences", out))])
+        if len(tokens) < len(prompt):
+            raise BadInput(f"{len(tokens)} ids are fewer than the {len(prompt)} that were attached")
+        cache.agree(tokens)
+        return tokens
+
+    def store(self, boundaries: Sequence[int]) -> list[Stored]:
+        """Store what was computed, anchored at `boundaries`; returns all that was stored since it was asked."""
+        assert self._cache is not None, "a turn is committed with its cache"
+        self._cache.store_blocks(boundaries, again=True)
+        return self._cache.take_stored()
+
+    def detach(self) -> None:
+        """The answer is committed: nothing more is wanted of the cache than that the next prompt goes on from it."""
+        self.attached = None
+        if self._cache is not None:
+            self._cache.forget_wanted()
+
+    def prefetch(self, tokens: Tokens) -> Prefetch:
+        """Bring the KV of `tokens` here in the background."""
+        if self._prefetch is None or self._prefetch.cancelled:
+            self._prefetch = Prefetch(self._live.new_cache(), tokens, self._cache)
+        return self._prefetch
+
+    def num_at_hand(self, space: Namespace, tokens: Tokens) -> int:
+        """How many of `tokens` a prompt that goes on from them finds."""
+        own = self._cache
+        if own is not None and own.is_sound() and own.can_crop(len(tokens)):
+            return len(tokens)
+        return space.lookup(np.append(tokens, np.int32(0))).num_tokens
+
+    def drop(self) -> None:
+        """Let everything go; what is on its way here is waited for."""
+        if self._prefetch is not None:
+            self._prefetch.cancel(wait=True)
+        self._cache = self.attached = self._prefetch = None
+
+    def _cache_for(self, tokens: Tokens, num_new: int) -> tuple[CapturingCache, Explain]:
+        """A cache of a prefix of `tokens`: this session's own if that reaches as far as what is stored."""
+        if self._prefetch is not None:
+            self._cache, self._prefetch = self._prefetch.take(self._cache), None
+        space, own = self._live.space, self._cache
+        hit = space.lookup(tokens)
+        shared = common_prefix(own.tokens, tokens[:-1]) if own is not None and own.is_sound() else 0
+        if own is not None and 0 < shared >= hit.num_tokens and own.can_crop(shared):
+            reason = Reason.COMPLETE if shared == own.num_tokens else Reason.DIVERGED
+            own.crop(shared - own.num_tokens)
+            self.branch = 0
+            return own, Explain(len(tokens), shared, {"session": shared}, str(reason))
+        self.drop()
+        cache = self._live.new_cache()
+        got = restore(space, cache, tokens, num_new)
+        # Full parts that reach beyond any anchor: a branch is about to form where they end.
+        self.branch = hit.num_full_tokens if hit.num_full_tokens > got.num_tokens else 0
+        return cache, Explain(len(tokens), got.num_tokens, got.by_tier, got.reason, got.detail)
