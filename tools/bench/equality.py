@@ -87,7 +87,7 @@ def compare(prefix: tieredkv.Prefix, stored: dict[int, tuple[torch.Tensor, ...]]
             whole = stored[spec.layer][seen[spec.layer]]
             seen[spec.layer] += 1
             assert spec.token_axis is not None, "these layers all have tokens"
-            first = prefix.first_token(spec.layer)
+            first = prefix.first_token(spec.layer, spec.name)
             wanted = whole.narrow(spec.token_axis, first, prefix.num_tokens - first).contiguous()
             got = prefix.gather(spec.layer, spec.name)
             same = got.shape == wanted.shape and torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
