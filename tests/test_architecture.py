@@ -25,7 +25,7 @@ ROWS = r"""
     table: key_index block_table catalog state checkpoint journal recovery salvage trace
     audit: report kept_log timeline history follow crash repair rescue
     span plan residency disk spiller prefix room mover
-    namespace sessions removal cache
+    namespace session_file sessions removal cache
     attention* hf*
     metrics cli*
 """

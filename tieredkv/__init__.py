@@ -5,11 +5,11 @@ from .block.layout import TOKENS, BlockLayout, LayerGroup, TensorSpec
 from .cache import TieredCache
 from .cache import open_cache as open
 from .config import Config
-from .span import Span
 from .namespace import Namespace
 from .outcomes import Flushed, Health, Lookup, Reason, RecoveryReport, Stats, Stored, Tier
 from .prefix import Prefix
 from .sessions import Session
+from .span import Span
 from .table.catalog import Turn
 
 __all__ = [

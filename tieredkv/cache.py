@@ -28,6 +28,7 @@ from .policy import Policy, make_policy
 from .removal import Remover
 from .residency import Residency
 from .room import Room
+from .session_file import read_session
 from .sessions import Session, Sessions
 from .spiller import Cause, Spiller
 from .system import Clock, Fs, OsFs, SystemClock
@@ -344,6 +345,18 @@ class TieredCache:
         """
         self.check_open()
         return self._sessions.open(name, space, like)
+
+    def import_session(
+        self, path: str | os.PathLike[str], space: Namespace, name: str | None = None
+    ) -> Session:
+        """The session that `Session.export` wrote to `path`, under its own name or another.
+
+        Raises:
+            BadInput: not such a file, cut, damaged, or of another identity: the field is named. Nothing changed.
+            SessionError: a session of that name exists.
+        """
+        self.check_open()
+        return self._sessions.import_(read_session(path, space), space, name)
 
     def is_session_open(self, name: str) -> bool:
         """Whether this process has the session open."""

@@ -55,6 +55,11 @@ class Prefix:
         if release is not None:
             release()
 
+    def segments(self, group: int) -> Sequence[Segment]:
+        """The parts of one group as they lie, run by run."""
+        self._assert_open()
+        return self._segments[group]
+
     def first_token(self, layer: int, name: str) -> int:
         """Where this tensor's tokens begin: 0, or the first that a window still sees."""
         return self._first_token(self.layout.group_of(layer, name))

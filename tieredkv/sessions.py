@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from .namespace import Namespace
 from .outcomes import Stored
 from .plan import unneeded_window_parts
 from .room import Room
+from .session_file import SessionFile, write_session
 from .spiller import Cause
 from .system import Clock
 from .table.catalog import SessionRow, Turn, session_with, to_record
@@ -159,6 +161,14 @@ class Session:
         self._change(expires_at=self._owner.clock_s() + days * _DAY_S if days is not None else 0.0)
         self._owner.note_time()
 
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the session to one file: see `session_file`.
+
+        Raises:
+            OSError: it could not be written; nothing is left of it, and an older file of that name stays.
+        """
+        write_session(path, self._row, self.space)
+
     def delete(self) -> None:
         """Remove the session and every block that no other session shares, from all tiers; synced on return."""
         row, release = self._row, self._release
@@ -267,6 +277,32 @@ class Sessions:
             except BaseException:
                 session.close()
                 raise
+        return session
+
+    def import_(self, file: SessionFile, space: Namespace, name: str | None) -> Session:
+        """A new session with what an exported one held.
+
+        Raises:
+            SessionError: a session of that name exists.
+        """
+        name = file.name if name is None else name
+        if self.exists(name):
+            raise SessionError(f"a session named {name!r} exists: import it under another name")
+        session = self.open(name, space)
+        try:
+            stored = file.store(space)
+            session.commit(
+                file.tokens,
+                file.turns,
+                anchors=file.anchors,
+                stored=[stored] if stored else [],
+                meta=file.meta,
+            )
+            if file.priority:
+                session._change(priority=file.priority)
+        except BaseException:
+            session.close()
+            raise
         return session
 
     def is_open(self, name: str) -> bool:

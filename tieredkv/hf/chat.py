@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -113,6 +114,18 @@ class ChatModel:
         check_arguments(generate_kwargs, self._live.model)
         asked = [session.begin_row(prompt) for session, prompt in rows]
         return generate_rows(self._live, asked, generate_kwargs)
+
+    def import_(self, path: str | os.PathLike[str], name: str | None = None) -> ChatSession:
+        """The session that `ChatSession.export` wrote to `path`, under its own name or another.
+
+        Raises:
+            BadInput: no such file, cut or damaged; or of another identity: the field that differs is named.
+                Nothing was changed.
+            SessionError: a session of that name exists.
+        """
+        self._live.refresh()
+        record = self._live.kv.import_session(path, self._live.space, name)
+        return ChatSession(self._live, self._template, self._speed, record)
 
     def rehash(self) -> None:
         """Hash every weight again: needed after writing a parameter through `.data`."""

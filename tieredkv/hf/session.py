@@ -7,6 +7,7 @@ second turn in the same process restores nothing.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -303,6 +304,15 @@ class ChatSession:
         """
         self._check_ready({})
         return self._memory.prefetch(self.tokens)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the session to one file, which `ChatModel.import_` takes: its tokens and the blocks of its end.
+
+        Raises:
+            OSError: it could not be written; nothing is left of it, and an older file of that name stays.
+        """
+        self._check_ready({})
+        self._record.export(path)
 
     def delete(self) -> None:
         """Remove the session and the blocks that no other session shares; nothing is left on return."""
