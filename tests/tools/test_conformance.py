@@ -1,0 +1,152 @@
+"""The conformance table: its short form, and that a wrong cell would be seen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+
+from conforming import cells, compare, report, states  # noqa: E402
+from conforming.scene import Scene, following  # noqa: E402
+from conforming.verdict import (  # noqa: E402
+    CHECKPOINT,
+    EXACT,
+    REFUSED,
+    WRONG,
+    Cell,
+    DidNotHappen,
+    Finding,
+    worst,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    cells.quiet()
+    yield
+    torch.set_num_threads(before)
+
+
+def row(name: str, *operations: str) -> dict[str, Cell]:
+    families, chosen = cells.chosen([name], operations)
+    return {cell.operation: cell for cell in cells.cells_of(families[0], chosen)}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_going_on_and_back_is_exact_or_from_a_checkpoint(name: str) -> None:
+    found = row(name, "resume", "fork", "rollback", "edited", "exact-prompt", "shorter")
+    assert len(found) == 12
+    for cell in found.values():
+        assert cell.verdict in (EXACT, CHECKPOINT), f"{cell.operation}: {cell.reason}"
+        assert cell.max_abs_logit_error is not None and cell.max_abs_logit_error <= compare.MOST_FP32
+    assert found["rollback past the window"].verdict == (EXACT if name == "Llama" else CHECKPOINT)
+
+
+def test_what_transformers_refuses_is_its_refusal() -> None:
+    cell = row("gpt-oss", "sdpa")["sdpa"]
+    assert cell.verdict == REFUSED and cell.by_transformers and "does not support" in cell.reason
+
+
+# A wrong cell is seen
+
+
+def test_one_flipped_bit_of_a_restored_tensor_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tieredkv.prefix import Prefix
+
+    gather_into = Prefix.gather_into
+
+    def spoiled(prefix: Prefix, outs: Any) -> None:
+        gather_into(prefix, outs)
+        outs[2, "values"][1, 5].view(torch.int32)[3] ^= 1
+
+    monkeypatch.setattr(Prefix, "gather_into", spoiled)
+    cell = row("Llama", "resume after restart")["resume after restart"]
+    assert cell.verdict == WRONG and "layer 2 values" in cell.reason
+
+
+def test_tokens_that_came_from_elsewhere_did_not_come_from_disk(tmp_path: Path) -> None:
+    families, _ = cells.chosen(["Llama"], ())
+    with Scene(families[0], tmp_path, families[0].build()) as scene:
+        from conforming.operations import resuming
+
+        with scene.open().session("talk") as session:
+            turns = scene.converse(session, 1)
+            turn = scene.say(session, following(turns[-1].tokens, 20, 70))
+        with pytest.raises(DidNotHappen, match="not from the disk"):
+            resuming.check_tier(turn, "disk")
+
+
+def test_logits_of_another_prefix_are_wrong(tmp_path: Path) -> None:
+    families, _ = cells.chosen(["Llama"], ())
+    with Scene(families[0], tmp_path, families[0].build()) as scene:
+        chat = scene.open()
+        with chat.session("one") as session:
+            turns = scene.converse(session, 1)
+            turn = scene.say(session, following(turns[-1].tokens, 20, 70))
+        with chat.session("two") as session:
+            others = scene.converse(session, 1, seed=4)
+        found = compare.judge(scene, others, turn, compare.Wanted(turns[-1].tokens.shape[1] - 1))
+    assert found.verdict == WRONG and found.max_abs_logit_error > compare.MOST_FP32
+
+
+def test_the_first_difference_is_named() -> None:
+    one = {(0, "keys"): torch.arange(6.0).view(1, 1, 3, 2)}
+    assert not states.first_difference(one, {(0, "keys"): one[0, "keys"][:, :, 1:]}), (
+        "a longer window is right"
+    )
+    assert "not restored" in states.first_difference({}, one)
+    assert "float64" in states.first_difference(one, {(0, "keys"): one[0, "keys"].double()})
+    other = {(0, "keys"): one[0, "keys"].clone()}
+    other[0, "keys"][0, 0, 0, 0] = 2.0
+    assert states.first_difference(one, other) == "layer 0 keys: differs by 2.0e+00"
+
+
+# The report
+
+
+def test_the_worst_of_several_looks_counts() -> None:
+    looks = [Finding(EXACT, 1e-6, ""), Finding(CHECKPOINT, 3e-6, "48 of 64"), Finding(EXACT, 2e-6, "")]
+    assert worst(looks) == Finding(CHECKPOINT, 3e-6, "48 of 64")
+    assert worst([*looks, Finding(WRONG, None, "no")]) == Finding(WRONG, 3e-6, "no")
+
+
+def test_figures_count_what_must_not_be() -> None:
+    table = [
+        Cell("Llama", "fork", EXACT, 1e-6, ""),
+        Cell("Llama", "beams", REFUSED, None, "ours"),
+        Cell("gpt-oss", "sdpa", REFUSED, None, "transformers: no", by_transformers=True),
+        Cell("Mamba", "fork", REFUSED, None, "ours"),
+        Cell("Mamba", "beams", REFUSED, None, "ours"),
+        Cell("GPT-2", "fork", WRONG, 1.0, "layer 0"),
+    ]
+    found = {figure.name: figure for figure in report.figures(table)}
+    assert found["cells_that_are_wrong_num"].value == 1 and not found["cells_that_are_wrong_num"].met
+    refused = found["refused_attention_cells_num"]
+    assert (refused.value, refused.met, refused.detail) == (1, False, "Llama: beams")
+    assert found["recurrent_cells_below_checkpoint_num"].detail == "Mamba: fork"
+
+
+def test_the_section_is_written_between_its_marks_alone(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write_section(readme, "new")
+    assert readme.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
+    readme.write_text(f"{report.END} {report.BEGIN}")
+    with pytest.raises(ValueError, match="must hold"):
+        report.write_section(readme, "new")
+
+
+def test_names_are_found_by_their_beginnings() -> None:
+    families, operations = cells.chosen(["gemma 3"], ["roll"])
+    assert [family.name for family in families] == ["Gemma 3"], "an exact name is that one alone"
+    assert len(operations) == 4
+    with pytest.raises(ValueError, match="nothing is called"):
+        cells.chosen(["nonsense"], ())

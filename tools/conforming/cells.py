@@ -1,0 +1,110 @@
+"""Runs cells. What fails is asked of transformers too: an operation that its own cache refuses is its refusal."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tieredkv.errors import TieredKVError
+
+from .families import FAMILIES
+from .family import Family
+from .operations import OPERATIONS, Operation
+from .scene import NUM_NEW, Scene, random_ids
+from .stock import Stock, cache_name
+from .verdict import ABSENT, REFUSED, WRONG, Cell, DidNotHappen
+
+_NUM_HELD, _NUM_ASKED = 40, 60
+
+
+def quiet() -> None:
+    """Only what a cell finds is to be seen."""
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("tieredkv").setLevel(logging.CRITICAL)
+
+
+def chosen(families: Sequence[str], operations: Sequence[str]) -> tuple[list[Family], list[Operation]]:
+    """Those of these names, or whose names begin so, without regard to case; all where nothing is asked for.
+
+    Raises:
+        ValueError: nothing begins so.
+    """
+    return _named(FAMILIES, families), _named(OPERATIONS, operations)
+
+
+def cells_of(family: Family, operations: Sequence[Operation]) -> Iterator[Cell]:
+    """One row of the table; each cell in a folder and with a model of its own."""
+    torch.set_num_threads(1)  # models this small only wait for one another's threads
+    for operation in operations:
+        if not family.exists():
+            why = f"transformers {transformers.__version__} has no {family.model}"
+            yield Cell(family.name, operation.name, ABSENT, None, why)
+            continue
+        with tempfile.TemporaryDirectory(prefix="tieredkv-conformance-") as folder:
+            yield cell(family, operation, Path(folder))
+
+
+def cell(family: Family, operation: Operation, folder: Path) -> Cell:
+    try:
+        with Scene(family, folder, family.build()) as scene:
+            found = operation.run(scene)
+    except Exception as error:  # whatever goes wrong is what this cell is there to say
+        return _failed(family, operation, error)
+    return Cell(family.name, operation.name, found.verdict, found.max_abs_logit_error, found.reason)
+
+
+def _failed(family: Family, operation: Operation, error: Exception) -> Cell:
+    theirs = None if isinstance(error, (DidNotHappen, AssertionError)) else raised_by_stock(family, operation)
+    if theirs is not None:
+        reason = f"transformers: {first_line(theirs)}"
+        return Cell(family.name, operation.name, REFUSED, None, reason, by_transformers=True)
+    ours = isinstance(error, TieredKVError)
+    reason = (
+        first_line(error) if ours or isinstance(error, DidNotHappen) else f"{type(error).__name__}: {error}"
+    )
+    return Cell(family.name, operation.name, REFUSED if ours else WRONG, None, reason)
+
+
+def raised_by_stock(family: Family, operation: Operation) -> Exception | None:
+    """What transformers raises for the same with a cache of its own: an empty one, and one with a prefix."""
+    model = family.build()
+    ids = random_ids(_NUM_ASKED, seed=3)
+    shown: dict[str, Any] = {"max_new_tokens": NUM_NEW, "do_sample": False}
+    try:
+        operation.prepare(model)
+        options = operation.options(model, family)
+        model.generate(ids, **shown, **options)
+        stock = Stock(model, family)
+        stock.forward(ids[:, :_NUM_HELD])
+        num_rows = options.get("num_beams", 1)
+        if num_rows > 1:
+            stock.cache.batch_repeat_interleave(num_rows)
+        given = {"input_ids": ids[:, _NUM_HELD:], "attention_mask": torch.ones_like(ids)}
+        model.generate(**given, **shown, **options, **{cache_name(model): stock.cache})
+    except Exception as error:  # its own words are the reason
+        return error
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _named(rows: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
+    """The rows of these names; for a name that no row has, those that begin so."""
+    if not wanted:
+        return list(rows)
+    found: list[Any] = []
+    for name in map(str.lower, wanted):
+        same = [row for row in rows if row.name.lower() == name]
+        same = same or [row for row in rows if row.name.lower().startswith(name)]
+        if not same:
+            raise ValueError(f"nothing is called {name!r}: choose of {', '.join(row.name for row in rows)}")
+        found += [row for row in same if row not in found]
+    return found

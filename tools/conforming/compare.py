@@ -1,0 +1,152 @@
+"""One turn over a restored cache against the stock cache that never evicted anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .family import ATTENTION
+from .forwards import Forward, by_position
+from .scene import BLOCK_SIZE, Rows, Scene, Turn, all_forwards
+from .states import first_difference
+from .stock import Stock, cache_name
+from .verdict import CHECKPOINT, EXACT, WRONG, DidNotHappen, Finding
+
+MOST_FP32 = 1e-4
+MOST_BF16_SHARE = 2**-4
+"""bf16 keeps 8 bits, so every product is off by up to 2^-9 of itself; cutting the prompt otherwise moves these
+errors through all layers. A sixteenth of the largest logit is twice what stock caches show among themselves."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a turn must show.
+
+    Attributes:
+        num_shared: tokens of the prompt that the store or the session has seen, so may be reused.
+        least: so many must come from the cache, or the operation did not happen.
+    """
+
+    num_shared: int
+    least: int = 1
+
+
+def judge(scene: Scene, history: Sequence[Turn], turn: Turn, wanted: Wanted) -> Finding:
+    """Tensors and logits against stock: `exact`, `checkpoint` or `wrong`."""
+    if turn.num_reused < wanted.least:
+        raise DidNotHappen(f"{turn.num_reused} tokens were reused, not {wanted.least}: {turn.reason}")
+    before = all_forwards(list(history))
+    different = same_lengths(scene, before, turn)
+    error = as_it_was(scene, before, turn, wanted.num_shared)
+    reusable = min(wanted.num_shared, turn.num_prompt - 1)
+    logits = [forward.logits for forward in turn.forwards]
+    return _verdict(scene, different, error, turn.num_reused, reusable, logits)
+
+
+def _verdict(
+    scene: Scene, different: str, error: float, num_reused: int, reusable: int, logits: Sequence[torch.Tensor]
+) -> Finding:
+    if different:
+        return Finding(WRONG, error, different)
+    limit = most_error(scene, logits)
+    if not error <= limit:
+        return Finding(WRONG, error, f"logits differ by {error:.1e} from the run as it was, over {limit:.1e}")
+    boundary = reusable // BLOCK_SIZE * BLOCK_SIZE
+    if num_reused >= boundary:
+        return Finding(EXACT, error, "")
+    return Finding(CHECKPOINT, error, f"{num_reused} of {boundary} tokens, the rest recomputed")
+
+
+def most_error(scene: Scene, logits: Sequence[torch.Tensor]) -> float:
+    """The largest difference allowed from the run as it was."""
+    if scene.model.dtype == torch.float32:
+        return MOST_FP32
+    return MOST_BF16_SHARE * max(part.abs().max().item() for part in logits)
+
+
+def judge_later(scene: Scene, history: Sequence[Turn], turn: Turn) -> Finding:
+    """A turn after rows were chosen from: only that its logits are right, whoever computed what it reused."""
+    error = as_it_was(scene, all_forwards(list(history)), turn, history[-1].tokens.shape[1] - 1)
+    logits = [forward.logits for forward in turn.forwards]
+    return _verdict(scene, "", error, turn.num_reused, turn.num_reused, logits)
+
+
+def same_lengths(scene: Scene, before: Sequence[Forward], turn: Turn) -> str:
+    """Where the turn differs in any bit from a stock cache driven by the same calls, or nothing."""
+    stock = Stock(scene.model, scene.family)
+    stock.play(calls_up_to(scene, before, turn.num_reused))
+    stock.back_to(turn.num_reused)
+    if turn.num_reused:
+        different = first_difference(turn.restored, stock.states())
+        if different:
+            return f"restored tensors: {different}"
+    for ours, logits in zip(turn.forwards, stock.play(turn.forwards), strict=True):
+        if not torch.equal(ours.logits, logits):
+            error = (ours.logits.double() - logits.double()).abs().max().item()
+            return (
+                f"logits of tokens {ours.start} to {ours.end} differ by {error:.1e} from an unevicted cache"
+            )
+    return ""
+
+
+def as_it_was(scene: Scene, before: Sequence[Forward], turn: Turn, num_shared: int) -> float:
+    """The largest difference of any logit from a stock cache that kept all that was shared.
+
+    The run as it was: the calls that computed the shared tokens, then the rest of the prompt in one call (or in
+    the steps that the family needs), then token by token.
+    """
+    stock = Stock(scene.model, scene.family)
+    kept = min(num_shared, turn.num_prompt - 1)
+    stock.play(calls_up_to(scene, before, kept))
+    stock.back_to(min(kept, stock.num_tokens))
+    ids = turn.tokens.to(scene.model.device)
+    done = stock.forward_in_steps(ids[:, stock.num_tokens : turn.num_prompt])
+    for at in range(turn.num_prompt, ids.shape[1] - 1):
+        done += stock.forward_in_steps(ids[:, at : at + 1])
+    theirs, ours = by_position(done), by_position(turn.forwards)
+    positions = [at for at in ours if at in theirs and at >= turn.num_prompt - 1]
+    if len(positions) < ids.shape[1] - turn.num_prompt:
+        raise AssertionError("logits of the answer are missing")
+    return max((ours[at].double() - theirs[at].double()).abs().max().item() for at in positions)
+
+
+def judge_rows(scene: Scene, history: Sequence[Turn], rows: Rows, options: Mapping[str, Any]) -> Finding:
+    """Several rows over one prefix, against the same over a stock cache that holds it, and over none."""
+    stock = Stock(scene.model, scene.family)
+    stock.play(calls_up_to(scene, all_forwards(list(history)), rows.num_reused))
+    stock.back_to(rows.num_reused)
+    different = first_difference(rows.restored, stock.states())
+    stock.repeat(max(options.values()))
+    theirs = scene.generate({**rows.given, cache_name(scene.model): stock.cache}, **options)
+    if not different and not torch.equal(rows.sequences, theirs.sequences):
+        different = "other sequences than with an unevicted cache"
+    if not different and not all(map(torch.equal, rows.logits, theirs.logits)):
+        different = f"logits differ by {_apart(rows.logits, theirs.logits):.1e} from an unevicted cache"
+    cold = scene.generate({"input_ids": rows.sequences[:1, : rows.num_prompt]}, **options)
+    if torch.equal(rows.sequences, cold.sequences):
+        error, why = _apart(rows.logits, cold.logits), ""
+    else:
+        error, why = _apart(rows.logits[:1], cold.logits[:1]), "other sequences than without any cache"
+    return _verdict(
+        scene, different or why, error, rows.num_reused, history[-1].tokens.shape[1] - 1, rows.logits
+    )
+
+
+def _apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def calls_up_to(scene: Scene, forwards: Sequence[Forward], num_tokens: int) -> list[Forward]:
+    """The calls that led to the first `num_tokens`.
+
+    One that goes beyond is kept whole where its end can be cut off afterwards. A recurrent state cannot be cut,
+    so there the call itself is.
+    """
+    calls = [forward for forward in forwards if forward.start < num_tokens]
+    if scene.family.kind == ATTENTION:
+        return calls
+    return [replace(call, ids=call.ids[:, : num_tokens - call.start]) for call in calls]

@@ -1,0 +1,60 @@
+"""A family: which classes of transformers it is, and how a tiny model of it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ATTENTION, HYBRID, RECURRENT = "attention", "hybrid", "recurrent"
+VOCABULARY = 264
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    Attributes:
+        prefix: what its classes in transformers are called by.
+        settings: of the configuration.
+        kind: attention alone, recurrent layers alone, or both.
+        step: at most so many tokens a forward behind a cache, where the family itself ignores its recurrent
+            state in longer ones (0: any number).
+        config, model: how its two classes end.
+        vision: settings of a configuration whose text part `settings` are.
+    """
+
+    name: str
+    prefix: str
+    settings: Mapping[str, Any]
+    kind: str = ATTENTION
+    step: int = 0
+    config: str = "Config"
+    model: str = "ForCausalLM"
+    vision: Mapping[str, Any] | None = None
+
+    def exists(self) -> bool:
+        """Whether the installed release has it."""
+        import transformers
+
+        return all(hasattr(transformers, self.prefix + end) for end in (self.config, self.model))
+
+    def build(self, dtype: torch.dtype = torch.float32) -> Any:
+        """A model in eval mode, always with the same weights."""
+        import transformers
+
+        kind = getattr(transformers, self.prefix + self.config)
+        torch.manual_seed(0)
+        if self.vision is None:
+            config = kind(**self.settings)
+        else:
+            config = kind(text_config=dict(self.settings), **self.vision)
+        model = getattr(transformers, self.prefix + self.model)(config).eval()
+        with torch.no_grad():  # random weights as they come give flat logits, which would hide errors
+            for parameter in model.parameters():
+                if parameter.dim() >= 2:
+                    parameter.mul_(4.0)
+        model.generation_config.eos_token_id = None
+        return model.to(dtype)

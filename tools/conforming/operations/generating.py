@@ -1,0 +1,100 @@
+"""What `generate` can do over a restored prefix: rows, beams, drafts, a prompt in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..compare import Wanted, judge, judge_later, judge_rows
+from ..family import Family
+from ..scene import NUM_NEW, NUM_SAID, Scene, Turn, following
+from ..verdict import DidNotHappen, Finding, worst
+
+_NAME = "talk"
+_CHUNK = 7
+BEAMS: Mapping[str, Any] = {"num_beams": 3}
+SEQUENCES: Mapping[str, Any] = {"num_beams": 3, "num_return_sequences": 3}
+LOOKUP: Mapping[str, Any] = {"prompt_lookup_num_tokens": 3}
+CHUNKS: Mapping[str, Any] = {"prefill_chunk_size": _CHUNK}
+_DRAFTS = 3
+
+
+def beams(scene: Scene) -> Finding:
+    return _rows(scene, BEAMS)
+
+
+def return_sequences(scene: Scene) -> Finding:
+    return _rows(scene, SEQUENCES)
+
+
+def prompt_lookup(scene: Scene) -> Finding:
+    return _drafted(scene, LOOKUP)
+
+
+def draft_model(scene: Scene) -> Finding:
+    return _drafted(scene, drafting(scene.model, scene.family))
+
+
+def drafting(model: Any, family: Family) -> dict[str, Any]:
+    """A draft model that is often right, and often wrong: the same weights, shaken."""
+    draft = family.build(model.dtype)
+    shake = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=shake) * parameter.float().std().nan_to_num()
+            parameter.add_(0.05 * noise.to(parameter.dtype))
+    draft.generation_config.num_assistant_tokens = _DRAFTS
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return {"assistant_model": draft}
+
+
+def chunked_prefill(scene: Scene) -> Finding:
+    """The prompt behind the prefix goes through the model in chunks."""
+    turns, turn = _after_two(scene, CHUNKS)
+    prompt = [call for call in turn.forwards if call.start < turn.num_prompt]
+    if len(prompt) < 3 or any(call.ids.shape[1] > _CHUNK for call in prompt):
+        raise DidNotHappen(f"the prompt went in calls of {[call.ids.shape[1] for call in prompt]} tokens")
+    return judge(scene, turns, turn, Wanted(turns[-1].tokens.shape[1] - 1))
+
+
+def _drafted(scene: Scene, options: Mapping[str, Any]) -> Finding:
+    turns, turn = _after_two(scene, options, num_new=3 * NUM_NEW)
+    ends = [call.end for call in turn.forwards]
+    rejected = sum(a > call.start for a, call in zip(ends, turn.forwards[1:], strict=False))
+    if not rejected:
+        raise DidNotHappen(f"no draft was rejected in {len(turn.forwards)} calls")
+    return judge(scene, turns, turn, Wanted(turns[-1].tokens.shape[1] - 1))
+
+
+def _after_two(scene: Scene, options: Mapping[str, Any], num_new: int = NUM_NEW) -> tuple[list[Turn], Turn]:
+    """Two plain turns; a third over their blocks, with options."""
+    chat = scene.open()
+    with chat.session(_NAME) as session:
+        turns = scene.converse(session, 2)
+    with chat.session(_NAME) as session:
+        ids = repeating(turns[-1].tokens)
+        return turns, scene.say(session, ids, num_new, **options)
+
+
+def _rows(scene: Scene, options: Mapping[str, Any]) -> Finding:
+    """Several rows over one restored prefix; the best sequence becomes the session's."""
+    chat = scene.open()
+    with chat.session(_NAME) as session:
+        turns = scene.converse(session, 2)
+    with chat.session(_NAME) as session:
+        rows = scene.say_in_rows(session, following(turns[-1].tokens, NUM_SAID, 90), **options)
+        finding = judge_rows(scene, turns, rows, options)
+        session.commit(rows.sequences[:1])
+        kept = torch.from_numpy(session.tokens.astype("int64"))[None]
+        if not torch.equal(kept, rows.sequences[:1]):
+            raise AssertionError("the session does not hold the sequence that was committed")
+        after = scene.say(session, following(kept, NUM_SAID, 91))
+    return worst([finding, judge_later(scene, turns, after)])
+
+
+def repeating(tokens: torch.Tensor) -> torch.Tensor:
+    """A prompt that repeats some of what was said, for a lookup of drafts."""
+    return torch.cat([following(tokens, NUM_SAID - 6, 92), tokens[:, -6:]], dim=1)

@@ -1,0 +1,95 @@
+"""A conversation goes on: in its process, after a restart, from each tier, as a fork."""
+
+from __future__ import annotations
+
+from ..compare import Wanted, judge
+from ..scene import BLOCK_SIZE, NUM_SAID, Scene, Turn, following
+from ..verdict import DidNotHappen, Finding, worst
+
+_NAME, _FORK = "talk", "talk/other"
+_MOST_FILLERS = 12
+
+
+def in_process(scene: Scene) -> Finding:
+    """From the session's own memory, then, closed and opened again, from the blocks in memory."""
+    chat = scene.open()
+    with chat.session(_NAME) as session:
+        turns = scene.converse(session, 2)
+        own = _go_on(scene, session, turns)
+    if set(own.by_tier) != {"session"}:
+        raise DidNotHappen(f"the second turn was read from {dict(own.by_tier)}, not from the session")
+    with chat.session(_NAME) as session:
+        again = _go_on(scene, session, [*turns, own])
+    found = [_judged(scene, turns, own), _judged(scene, [*turns, own], again)]
+    return worst(found)
+
+
+def after_restart(scene: Scene) -> Finding:
+    """A new cache object over the same directory."""
+    with scene.open().session(_NAME) as session:
+        turns = scene.converse(session, 2)
+    with scene.open().session(_NAME) as session:
+        turn = _go_on(scene, session, turns)
+    check_tier(turn, "disk")
+    return _judged(scene, turns, turn)
+
+
+def from_host(scene: Scene) -> Finding:
+    return _after_eviction(scene, "host", host_nbytes="8MiB")
+
+
+def from_disk(scene: Scene) -> Finding:
+    return _after_eviction(scene, "disk", host_nbytes=0)
+
+
+def fork(scene: Scene) -> Finding:
+    """The fork goes on its way, then the parent on another; neither sees the other's tokens."""
+    chat = scene.open("forked")
+    with chat.session(_NAME) as session:
+        turns = scene.converse(session, 2)
+        with session.fork(_FORK) as other:
+            forked = _go_on(scene, other, turns, seed=71)
+        parent = _go_on(scene, session, turns, seed=72)
+    return worst([_judged(scene, turns, forked), _judged(scene, turns, parent)])
+
+
+def _after_eviction(scene: Scene, tier: str, host_nbytes: int | str) -> Finding:
+    """Other conversations push this one off the device; then it goes on from `tier` alone."""
+    nbytes = _device_nbytes(scene)
+    chat = scene.open("small", device_nbytes=nbytes, host_nbytes=host_nbytes)
+    with chat.session(_NAME) as session:
+        turns = scene.converse(session, 2)
+    scene.settle()
+    for number in range(_MOST_FILLERS):
+        with chat.session(f"filler/{number}") as session:
+            scene.converse(session, 2, seed=100 + number)
+        scene.settle()
+        with chat.session(_NAME) as session:
+            if set(session.explain().by_tier) == {tier}:
+                break
+    with chat.session(_NAME) as session:
+        turn = _go_on(scene, session, turns)
+    check_tier(turn, tier)
+    return _judged(scene, turns, turn)
+
+
+def _device_nbytes(scene: Scene) -> int:
+    """A device tier that holds about two conversations of this family."""
+    part_nbytes = scene.open("measure").layout.part_nbytes
+    num_blocks = 2 * (2 * (NUM_SAID + 8) + 53) // BLOCK_SIZE
+    return num_blocks * sum(part_nbytes)
+
+
+def _go_on(scene: Scene, session: object, turns: list[Turn], seed: int = 70) -> Turn:
+    return scene.say(session, following(turns[-1].tokens, NUM_SAID, seed))
+
+
+def _judged(scene: Scene, turns: list[Turn], turn: Turn) -> Finding:
+    return judge(scene, turns, turn, Wanted(turns[-1].tokens.shape[1] - 1))
+
+
+def check_tier(turn: Turn, tier: str) -> None:
+    if set(turn.by_tier) != {tier}:
+        raise DidNotHappen(
+            f"{turn.num_reused} tokens came from {dict(turn.by_tier)}, not from the {tier} tier"
+        )

@@ -1,0 +1,160 @@
+"""Where a cell takes place: a tiny model, an open store, and conversations of random ids in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import tieredkv
+from tieredkv.hf import ChatModel
+
+from .family import Family
+from .forwards import Forward, Recorder, cache_of, num_held
+from .states import States, states_of
+from .tokenizer import byte_tokenizer
+
+BLOCK_SIZE = 16
+NUM_PROMPT, NUM_SAID, NUM_NEW = 53, 20, 8
+"""Tokens of a first prompt, of what a user says later, and of an answer."""
+_BUDGETS: Mapping[str, Any] = {
+    "device_nbytes": "16MiB", "host_nbytes": "8MiB", "disk_nbytes": "256MiB", "block_size": BLOCK_SIZE,
+    "device": "cpu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One attached prompt and what came of it.
+
+    Attributes:
+        tokens: `[1, n]`: the prompt and its answer.
+        restored: the tensors in the cache before the first forward.
+        forwards: all of the turn's.
+        by_tier, reason: where what was reused came from, and why it was not more.
+    """
+
+    num_prompt: int
+    tokens: torch.Tensor
+    restored: States
+    forwards: list[Forward]
+    by_tier: Mapping[str, int]
+    reason: str
+
+    @property
+    def num_reused(self) -> int:
+        return self.forwards[0].start
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What `generate` gave with several rows over one attached prompt.
+
+    Attributes:
+        given: what was attached, but for the cache.
+        sequences: `[rows, n]`.
+        logits: by step, `[rows, vocabulary]`.
+    """
+
+    given: Mapping[str, Any]
+    num_prompt: int
+    num_reused: int
+    restored: States
+    sequences: torch.Tensor
+    logits: tuple[torch.Tensor, ...]
+
+
+class Scene:
+    """Made anew for each cell; use it with `with`, which closes what it opened."""
+
+    def __init__(self, family: Family, folder: Path, model: Any) -> None:
+        self.family = family
+        self.folder = folder
+        self.model = model
+        self.recorder = Recorder(model)
+        self._tokenizer = byte_tokenizer()
+        self._opened: list[Any] = []
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.recorder.__exit__(kind, error, trace)
+        for kv in self._opened:
+            kv.close()
+
+    def open(self, name: str = "store", **budgets: Any) -> ChatModel:
+        """The model over the store of that name, in a cache object of its own; any earlier one is closed."""
+        for kv in self._opened:
+            kv.close()
+        self._opened.append(tieredkv.open(self.folder / name, tieredkv.Config(**{**_BUDGETS, **budgets})))
+        return ChatModel(self._opened[-1], self.model, self._tokenizer)
+
+    def settle(self) -> None:
+        """Wait until all that was stored lies on disk too, and see that the cache is sound."""
+        flushed = self._opened[-1].flush()
+        if not flushed.ok:
+            raise RuntimeError(f"not flushed: {flushed.failures}")
+        self._opened[-1].check()
+
+    def say(self, session: Any, ids: torch.Tensor, num_new: int = NUM_NEW, **options: Any) -> Turn:
+        """Attach a whole prompt `[1, n]`, generate greedily, commit."""
+        given = session.attach(ids, assisted=_is_assisted(options))
+        restored = states_of(cache_of(given))
+        self.recorder.take()
+        out = self.model.generate(**given, max_new_tokens=num_new, do_sample=False, **options)
+        session.commit(out)
+        tokens = torch.from_numpy(session.tokens.astype("int64"))[None]
+        if not torch.equal(tokens[:, : ids.shape[1]], ids.cpu()):
+            raise AssertionError("the session does not hold the prompt that was attached")
+        explain = session.last_explain
+        return Turn(
+            ids.shape[1], tokens, restored, self.recorder.take(), dict(explain.by_tier), explain.reason
+        )
+
+    def say_in_rows(self, session: Any, ids: torch.Tensor, **options: Any) -> Rows:
+        """Attach a prompt for several rows and generate; the caller commits one of them."""
+        given = session.attach(ids)
+        cache = cache_of(given)
+        restored, num_reused = states_of(cache), num_held(cache)
+        out = self.generate(given, **options)
+        plain = {name: value for name, value in given.items() if value is not cache}
+        return Rows(plain, ids.shape[1], num_reused, restored, out.sequences, out.logits)
+
+    def generate(self, given: Mapping[str, Any], num_new: int = NUM_NEW, **options: Any) -> Any:
+        """Greedy unless told otherwise, with the logits of every step."""
+        shown = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+        return self.model.generate(**given, max_new_tokens=num_new, **{**shown, **options})
+
+    def converse(self, session: Any, num_turns: int = 3, seed: int = 1, **options: Any) -> list[Turn]:
+        """A conversation of random ids, each prompt going on from all that was said."""
+        turns: list[Turn] = []
+        ids = random_ids(NUM_PROMPT, seed)
+        for number in range(num_turns):
+            turns.append(self.say(session, ids, **options))
+            ids = following(turns[-1].tokens, NUM_SAID, seed * 100 + number)
+        return turns
+
+
+def random_ids(num_tokens: int, seed: int) -> torch.Tensor:
+    """`[1, num_tokens]`, none of them special."""
+    return torch.randint(8, 240, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def following(tokens: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
+    """`tokens`, and so many more."""
+    return torch.cat([tokens, random_ids(num_tokens, seed)], dim=1)
+
+
+def all_forwards(turns: list[Turn]) -> list[Forward]:
+    return [forward for turn in turns for forward in turn.forwards]
+
+
+def _is_assisted(options: Mapping[str, Any]) -> bool:
+    return "prompt_lookup_num_tokens" in options or "assistant_model" in options

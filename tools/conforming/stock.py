@@ -1,0 +1,121 @@
+"""The reference: transformers' own cache, never evicted, driven by forward calls."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+from .family import ATTENTION, Family
+from .forwards import Forward
+from .states import States, states_of
+
+
+class CannotGoBack(Exception):
+    """The stock cache has no state of that length: no call ended there, and it cannot be cut."""
+
+
+def cache_name(model: Any) -> str:
+    names = inspect.signature(type(model).forward).parameters
+    return next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in names)
+
+
+class Stock:
+    """One sequence, or one batch of equally long ones, in a stock cache."""
+
+    def __init__(self, model: Any, family: Family) -> None:
+        self.model = model
+        self.num_tokens = 0
+        self._arguments = inspect.signature(type(model).forward).parameters
+        self._croppable = family.kind == ATTENTION
+        self._step = family.step
+        self._snapshots: dict[int, Any] = {}
+        self.cache = self._new_cache()
+
+    def forward(self, ids: torch.Tensor, num_asked: int = 0) -> torch.Tensor:
+        """Forward `[rows, q]` ids and return the logits, as a user would who drives the model by hand."""
+        end = self.num_tokens + ids.shape[1]
+        given = {
+            "input_ids": ids,
+            "attention_mask": torch.ones(ids.shape[0], end, dtype=torch.long, device=ids.device),
+            "position_ids": torch.arange(self.num_tokens, end, device=ids.device)[None],
+            "logits_to_keep": num_asked,
+            cache_name(self.model): self.cache,
+        }
+        if not any(hasattr(layer, "get_seq_length") for layer in self.cache.layers):
+            del given["attention_mask"]
+        with torch.no_grad():
+            output = self.model(
+                **{name: value for name, value in given.items() if name in self._arguments}, use_cache=True
+            )
+        self.num_tokens = end
+        if not self._croppable:
+            self._snapshots[end] = copy.deepcopy(self.cache)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def forward_in_steps(self, ids: torch.Tensor) -> list[Forward]:
+        """As one call, or in the steps that the family needs behind a cache."""
+        size = self._step if self._step and self.num_tokens else ids.shape[1]
+        done = []
+        for part in ids.split(size, dim=1):
+            start = self.num_tokens
+            done.append(Forward(start, part, self.forward(part), 0))
+        return done
+
+    def back_to(self, num_tokens: int) -> None:
+        """Forget all behind `num_tokens`.
+
+        Raises:
+            CannotGoBack: a recurrent state, of which no copy was made at that length.
+        """
+        if num_tokens == 0:
+            self.cache = self._new_cache()
+        elif self._croppable:  # by nothing too, for that trims windows to what attention sees
+            self.cache.crop(num_tokens - self.num_tokens)
+        elif num_tokens == self.num_tokens:
+            return
+        elif num_tokens in self._snapshots:
+            self.cache = copy.deepcopy(self._snapshots[num_tokens])
+        else:
+            raise CannotGoBack(f"no call ended at {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+    def _new_cache(self) -> Any:
+        cache: Any = DynamicCache(config=self.model.config)
+        for layer in cache.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer) and self._croppable:
+                layer.activate_past_recording()
+        return cache
+
+    def play(self, forwards: Sequence[Forward]) -> list[torch.Tensor]:
+        """The same calls again; a call that begins before the end first goes back to its beginning."""
+        given = []
+        for forward in forwards:
+            self.back_to(forward.start)
+            given.append(self.forward(forward.ids, forward.num_asked))
+        return given
+
+    def repeat(self, num_rows: int) -> None:
+        """The same sequence in so many rows; by hand where a layer of the installed release cannot."""
+        for layer in self.cache.layers:
+            if not hasattr(layer, "conv_states"):
+                layer.batch_repeat_interleave(num_rows)
+                continue
+            for name, value in vars(layer).items():
+                if isinstance(value, torch.Tensor) and value.ndim > 2:
+                    setattr(layer, name, value.repeat_interleave(num_rows, dim=0))
+                elif isinstance(value, dict):
+                    repeated = {k: _repeated(v, num_rows) for k, v in value.items()}
+                    setattr(layer, name, repeated)
+
+    def states(self) -> States:
+        return states_of(self.cache)
+
+
+def _repeated(value: Any, num_rows: int) -> Any:
+    return value.repeat_interleave(num_rows, dim=0) if isinstance(value, torch.Tensor) else value
