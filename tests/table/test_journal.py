@@ -205,3 +205,92 @@ def test_after_closing_nothing_is_taken(tmp_path: Path) -> None:
     failures: list[Exception] = []
     assert not bench.put(0, 1, failed=failures.append).wait(1)
     assert len(failures) == 1
+
+
+def test_those_who_wait_share_a_round(tmp_path: Path) -> None:
+    """However many wait: the one that runs, and one more for all who came meanwhile."""
+    running, go = threading.Event(), threading.Event()
+
+    def sync_parts() -> bool:
+        running.set()
+        return go.wait(10)
+
+    bench = Bench(tmp_path, sync_parts=sync_parts)
+    flushed: list[bool] = []
+
+    def commit(number: int) -> None:
+        bench.put(number, 1)
+        flushed.append(bench.journal.flush(until(10)))
+
+    threads = [threading.Thread(target=commit, args=(number,)) for number in range(20)]
+    threads[0].start()
+    assert running.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    while len(bench.journal._waiting) < 20:
+        time.sleep(0.001)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert flushed == [True] * 20 and bench.counters.get("syncs") <= 3
+    began = time.monotonic()
+    assert bench.put(99, 1) and bench.journal.flush(until()), "one alone after many"
+    assert time.monotonic() - began < 2
+    assert bench.journal._waiting == [] and bench.close()
+
+
+def test_flush_covers_what_is_still_queued(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with bench.lock:  # nothing is applied meanwhile
+        tickets = [bench.put(number * 10, 3) for number in range(5)]
+        assert not bench.journal.flush(until(0.1))
+    assert bench.journal.flush(until()) and bench.journal.durable_lsn == 15
+    assert all(ticket.wait(0) for ticket in tickets) and bench.close()
+
+
+def test_a_fault_in_the_committer_ends_the_journal_and_wakes_everybody(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.put(0, 3).wait(5) and bench.journal.flush(until())
+
+    def broken(_lsn: int, _rows: Any) -> None:
+        raise RuntimeError("a bug in a callback")
+
+    failures: list[Exception] = []
+    began = time.monotonic()
+    with bench.lock:
+        bad, behind = bench.put(10, 3, applied=broken), bench.put(20, 3, failed=failures.append)
+    assert not bad.wait(10) and isinstance(bad.error, RuntimeError)
+    assert not behind.wait(10) and len(failures) <= 1
+    assert not bench.journal.flush(until(10)), "what was not applied is not durable"
+    assert not bench.put(30, 3, failed=failures.append).wait(10) and failures
+    assert not bench.journal.checkpoint(until(10))
+    assert time.monotonic() - began < 5, "nobody waits for a thread that is gone"
+    assert bench.journal.read_only and "a bug in a callback" in str(bench.journal.trouble)
+    assert bench.counters.get("journal_faults") == 1
+    bench.close()
+    again = Bench(tmp_path)
+    assert len(again.state.table) >= 3 and not again.report.damage
+    assert again.close()
+
+
+def test_a_fault_in_the_sync_thread_ends_the_journal_and_wakes_everybody(tmp_path: Path) -> None:
+    faulty = threading.Event()
+
+    def sync_parts() -> bool:
+        if faulty.is_set():
+            raise ValueError("a bug in a sync")
+        return True
+
+    bench = Bench(tmp_path, sync_parts=sync_parts)
+    assert bench.put(0, 3).wait(5) and bench.journal.flush(until())
+    faulty.set()
+    began = time.monotonic()
+    assert bench.put(10, 3).wait(5)
+    assert not bench.journal.flush(until(10)) and bench.journal.durable_lsn == 3
+    assert not bench.put(20, 3).wait(10) and not bench.journal.checkpoint(until(10))
+    assert time.monotonic() - began < 5, "nobody waits for a thread that is gone"
+    assert bench.journal.read_only and "a bug in a sync" in str(bench.journal.trouble)
+    bench.close()
+    again = Bench(tmp_path)
+    assert len(again.state.table) == 6 and not again.report.damage
+    assert again.close()

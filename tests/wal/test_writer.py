@@ -212,3 +212,26 @@ def test_a_writer_that_never_started_has_no_room(tmp_path: Path) -> None:
     assert writer.room_nbytes == 0 and writer.segment_number == 0
     with pytest.raises(OSError):
         writer.append((), 1, 0)
+
+
+@pytest.mark.parametrize("segment_nbytes", [SEGMENT_NBYTES, 256 * 1024, 4 << 20])
+def test_space_ahead_of_the_tail_is_written_before_it_is_used(tmp_path: Path, segment_nbytes: int) -> None:
+    """So that a sync needs no journal of the file system; what lies there reads zeros as before."""
+    log = Log.begin(tmp_path, segment_nbytes=segment_nbytes)
+    while log.writer.room_nbytes > 2000:
+        log.put(7)
+        raw = log.path(1).read_bytes()
+        assert len(raw) == segment_nbytes and not any(raw[log.writer.tail_nbytes :])
+    blocks = log.path(1).stat().st_blocks
+    log.sync()
+    assert log.path(1).stat().st_blocks == blocks
+    assert log.read()[1].end.end is End.CLEAN
+    log.writer.check()
+
+
+def test_few_writes_blank_ahead(tmp_path: Path) -> None:
+    fs = FailingFs()
+    log = Log.begin(tmp_path, fs, segment_nbytes=4 << 20)
+    for _ in range(200):
+        log.put(5)
+    assert fs.calls.count("write") == 201, "one write a frame, the blank space with it"

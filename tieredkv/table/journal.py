@@ -2,9 +2,10 @@
 
 `submit` queues records. One committer thread takes the queue, appends a frame without any lock held, then
 applies the records in LSN order under the metadata lock. One sync thread syncs payloads, then the log, then
-moves `durable_lsn`: each interval at `"group"`, at the end of a segment, and at once for whoever waits. It
+moves `durable_lsn`: each interval at `"group"`, at the end of a segment, and for whoever waits. Those whom one
+round woke share the next: it begins once they are all back, or after as long as a sync lasts. The sync thread
 also writes checkpoints. A failed sync of the log is final for that segment: a new one repeats what was not
-durable; after three failures in a row the journal takes no more records.
+durable; after three failures in a row, or a fault of our own in either thread, the journal takes no more records.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import contextlib
 import errno
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -34,25 +36,55 @@ _MAX_FAILURES = 3
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BYTES_PER_ROW = 160
 _CHECKPOINT_S = 30.0
+_MAX_GATHER_S = 0.01
+_RETRY_S = 0.02
 
 Applied = Callable[[int, Rows], None]
 Failed = Callable[[Exception], None]
 
 
+class _Gate:
+    """Opened once, for one thread. Those that one round wakes do not queue for a lock, as with an Event."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wait(self, timeout_s: float | None) -> None:
+        self._lock.acquire(
+            timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
+        )
+
+    def open(self) -> None:
+        self._lock.release()
+
+
 class Ticket:
     """A submitted change. `wait` returns True once it is applied, which is to say committed."""
 
+    __slots__ = ("_gates", "_is_done", "error", "lsn")
+
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._gates: list[_Gate] = []
+        self._is_done = False
         self.error: Exception | None = None
         self.lsn = 0
 
     def wait(self, timeout_s: float | None) -> bool:
-        return self._done.wait(timeout_s) and self.error is None
+        if not self._is_done:
+            gate = _Gate()
+            self._gates.append(gate)
+            if not self._is_done:  # asked again behind the append: `finish` looks for gates after it said so
+                gate.wait(timeout_s)
+        return self._is_done and self.error is None
 
     def finish(self, lsn: int, error: Exception | None = None) -> None:
         self.lsn, self.error = lsn, error
-        self._done.set()
+        self._is_done = True
+        while self._gates:
+            self._gates.pop().open()
 
 
 DONE = Ticket()
@@ -87,6 +119,10 @@ class _Entry:
     applied: Applied
     failed: Failed
     ticket: Ticket = field(default_factory=Ticket)
+
+    @property
+    def run(self) -> Run:
+        return Run(self.kind, self.records)
 
 
 class Journal:
@@ -155,12 +191,20 @@ class Journal:
         # Held while a checkpoint is made or old files go, so that none is taken for old before it is listed.
         self._unlinking = threading.Lock()
         self._queue: deque[_Entry] = deque()
-        self._queued = threading.Condition()
+        self._queued = threading.Condition(threading.Lock())
         self._closing = False
-        turn = threading.RLock()
+        # Entries ever taken; of those, the first so many are applied or failed; and made durable, and told.
+        self._num_submitted, self._num_finished, self._num_durable = 0, 0, -1
+        turn = threading.Lock()
         self._round = threading.Condition(turn)  # told when a sync round or a checkpoint is over
         self._asked = threading.Condition(turn)  # told when one is wanted
-        self._sync_wanted = self._checkpoint_wanted = self._stop_syncing = False
+        self._waiting: list[
+            tuple[int, _Gate]
+        ] = []  # how many entries must be durable, ascending, and who waits
+        self._num_woken = 0  # by the last round
+        self._num_awaited = 1  # before the sync thread is told
+        self._round_s = 0.0
+        self._checkpoint_wanted = self._stop_syncing = False
         self._num_failed_checkpoints = 0
         self._committer = threading.Thread(target=self._commit_loop, name="tieredkv-commit", daemon=True)
         self._syncer = threading.Thread(target=self._sync_loop, name="tieredkv-sync", daemon=True)
@@ -234,6 +278,7 @@ class Journal:
         with self._queued:
             if not self._closing and not self.read_only:
                 self._queue.append(entry)
+                self._num_submitted += 1
                 self._queued.notify()
                 return entry.ticket
         error = OSError("the log takes no more records")
@@ -243,16 +288,34 @@ class Journal:
         return entry.ticket
 
     def flush(self, until: float) -> bool:
-        """Make everything applied before this call durable; False if that failed or took too long."""
-        target = self.applied_lsn  # without the lock: those who wait must not hold up the committer
+        """Make everything submitted before this call durable, but what its ticket says has failed.
+
+        Returns:
+            False if a sync failed or it took too long.
+        """
+        gate = _Gate()
         with self._round:
-            while min(self.durable_lsn, self._told_lsn) < target and not self.read_only:
-                if time.monotonic() >= until:
-                    break
-                self._sync_wanted = True
-                self._asked.notify()
-                self._round.wait(max(0.0, min(0.1, until - time.monotonic())))
-        return self.durable_lsn >= target
+            wanted = self._num_submitted
+            if self._is_durable(wanted) or self.read_only:
+                return self._is_durable(wanted)
+            self._waiting.append((wanted, gate))
+            self._ask()
+        gate.wait(until - time.monotonic())
+        if not self._is_durable(wanted):
+            with self._round, contextlib.suppress(ValueError):
+                self._waiting.remove((wanted, gate))
+        return self._is_durable(wanted)
+
+    def _is_durable(self, num_entries: int) -> bool:
+        """Whether the first so many are synced; they were applied before, so the order of reads matters."""
+        if self._num_durable >= num_entries:
+            return True
+        return self.read_only and self._num_finished >= num_entries and self.durable_lsn >= self.applied_lsn
+
+    def _ask(self) -> None:
+        """Tell the sync thread if somebody's entries are applied, and all are there that it waits for (turn held)."""
+        if len(self._waiting) >= self._num_awaited and self._waiting[0][0] <= self._num_finished:
+            self._asked.notify()
 
     def checkpoint(self, until: float) -> bool:
         """Write a checkpoint of everything applied; False if that failed or took too long."""
@@ -261,7 +324,7 @@ class Journal:
         with self._round:
             num_failed = self._num_failed_checkpoints
             while self.checkpoint_lsn < target and self._num_failed_checkpoints == num_failed:
-                if time.monotonic() >= until:
+                if time.monotonic() >= until or self.read_only:
                     break
                 self._checkpoint_wanted = True
                 self._asked.notify()
@@ -313,49 +376,95 @@ class Journal:
     # ---- the committer -------------------------------------------------------------------------
 
     def _commit_loop(self) -> None:
-        while True:
-            with self._queued:
-                while not self._queue and not self._closing:
-                    self._queued.wait()
-                if not self._queue:
-                    return
-                batch = list(self._take_batch())
-            self._commit(batch)
+        batch: list[_Entry] = []
+        try:
+            while batch := self._next_batch():
+                self._commit(batch)
+                self._finished(len(batch))
+        except Exception as error:  # a fault of our own: nobody may wait for a thread that is gone
+            self._end_with("committer", error, batch)
+
+    def _next_batch(self) -> list[_Entry]:
+        """Waits for entries; none once the journal closes."""
+        with self._queued:
+            while not self._queue and not self._closing:
+                self._queued.wait()
+            return list(self._take_batch())
 
     def _take_batch(self) -> Iterator[_Entry]:
         """What fits one frame, at least one entry (queue lock held)."""
         room = self._writer.max_frame_nbytes // 2
-        while self._queue:
-            nbytes = frame_nbytes([Run(self._queue[0].kind, self._queue[0].records)])
-            room -= nbytes
-            yield self._queue.popleft()
-            if room <= 0:
-                return
+        while self._queue and room > 0:
+            entry = self._queue.popleft()
+            room -= frame_nbytes([entry.run])
+            yield entry
+
+    def _finished(self, count: int) -> None:
+        """So many more entries are applied or failed."""
+        self._num_finished += count
+        wants_checkpoint = self._wants_checkpoint()
+        with self._round:
+            if wants_checkpoint:
+                self._checkpoint_wanted = True
+                self._asked.notify()
+            elif self._waiting:
+                self._ask()
+
+    def _end_with(self, thread: str, error: Exception, batch: Sequence[_Entry] = ()) -> None:
+        """Take no more records, fail those in hand and in the queue, and wake whoever waits."""
+        self._counters.add("journal_faults")
+        self.trouble = (
+            f"the journal's {thread} failed and the disk takes no more: {type(error).__name__}: {error}"
+        )
+        with self._queued:
+            self.read_only = True
+            left = [*batch, *self._queue]
+            self._queue.clear()
+        with self._lock:
+            for entry in left:
+                if not entry.ticket.lsn:
+                    self._tell_failed(entry, error)
+            self._lock.notify_all()
+        for entry in left:
+            entry.ticket.finish(entry.ticket.lsn, error)
+        self._release()
+
+    def _tell_failed(self, entry: _Entry, error: Exception) -> None:
+        try:
+            entry.failed(error)
+        except Exception:  # the fault may be in what it calls
+            self._counters.add("journal_faults")
 
     def _commit(self, batch: Sequence[_Entry]) -> None:
-        first_lsn = self._next_lsn
+        groups = list(_grouped(batch))
+        lsn = self._next_lsn
         try:
-            for runs in self._frames(batch):
+            for runs in self._frames(run for run, _ in groups):
                 self._append(runs)
         except OSError as error:
             self._commit_failed(batch, error)
             return
         with self._lock:
-            for run, entries in _applied_at_once(batch):
-                rows = self._state.apply(first_lsn, run)
-                for entry in entries:
-                    count = len(entry.records)
-                    entry.applied(first_lsn, rows[:count])
-                    entry.ticket.lsn = first_lsn
-                    first_lsn, rows = first_lsn + count, rows[count:]
-            self.applied_lsn = first_lsn - 1
+            for run, entries in groups:
+                if run.kind == PUT:
+                    lsn = self._apply(lsn, run, entries)
+                else:  # one by one, for a drop must see what the one before it took
+                    for entry in entries:
+                        lsn = self._apply(lsn, entry.run, [entry])
+            self.applied_lsn = lsn - 1
             self._lock.notify_all()
         for entry in batch:
             entry.ticket.finish(entry.ticket.lsn)
-        if self._wants_checkpoint():
-            with self._round:
-                self._checkpoint_wanted = True
-                self._asked.notify()
+
+    def _apply(self, lsn: int, run: Run, entries: Sequence[_Entry]) -> int:
+        """Apply the run that `entries` make up, and tell each; returns the next LSN (metadata lock held)."""
+        rows = self._state.apply(lsn, run)
+        for entry in entries:
+            count = len(entry.records)
+            entry.ticket.lsn = lsn
+            entry.applied(lsn, rows[:count])
+            lsn, rows = lsn + count, rows[count:]
+        return lsn
 
     def _commit_failed(self, batch: Sequence[_Entry], error: Exception) -> None:
         self._counters.add("log_write_errors")
@@ -367,20 +476,20 @@ class Journal:
         for entry in batch:
             entry.ticket.finish(0, error)
 
-    def _frames(self, batch: Sequence[_Entry]) -> Iterator[list[Run]]:
-        """The batch as frames: adjacent records of one kind as one run, none larger than a frame may be."""
+    def _frames(self, groups: Iterable[Run]) -> Iterator[list[Run]]:
+        """The runs as frames, none larger than a frame may be."""
         limit, nbytes = self._writer.max_frame_nbytes // 2, 0
         runs: list[Run] = []
-        for entry in batch:
-            for run in _pieces(Run(entry.kind, entry.records), limit):
+        for group in groups:
+            for run in _pieces(group, limit):
                 size = frame_nbytes([run])
                 if runs and nbytes + size > limit:
-                    yield _joined(runs)
+                    yield runs
                     runs, nbytes = [], 0
                 runs.append(run)
                 nbytes += size
         if runs:
-            yield _joined(runs)
+            yield runs
 
     def _append(self, runs: list[Run]) -> None:
         """Append one frame, in a new segment if it needs one. Raises OSError."""
@@ -405,11 +514,13 @@ class Journal:
             if self._kept:
                 self._repair()
             while frame_nbytes(runs) <= self._writer.room_nbytes:
+                told = self.durable_lsn
                 try:
-                    self._appended_nbytes += self._writer.append(runs, self._next_lsn, self.durable_lsn)
+                    self._appended_nbytes += self._writer.append(runs, self._next_lsn, told)
                 except OSError:
                     self._repair()
                     continue
+                self._told_lsn = told
                 self._next_lsn += sum(len(run) for run in runs)
                 return True
         return False
@@ -477,32 +588,84 @@ class Journal:
     # ---- the sync thread -----------------------------------------------------------------------
 
     def _sync_loop(self) -> None:
-        while True:
-            with self._round:
-                if not (self._sync_wanted or self._checkpoint_wanted or self._stop_syncing):
-                    self._asked.wait(self._interval_s)
-                if self._stop_syncing:
-                    return
-                wanted, self._sync_wanted = self._sync_wanted, False
-                checkpoint, self._checkpoint_wanted = self._checkpoint_wanted, False
-            due = self._interval_s is not None and self.applied_lsn > self.durable_lsn
-            if wanted or due:
-                self._sync_and_tell(wanted)
-            if checkpoint:
-                with self._unlinking:
-                    self._write_checkpoint()
-            with self._round:
-                self._round.notify_all()
+        try:
+            due_at = time.monotonic()
+            while not self._stop_syncing:
+                wanted, checkpoint = self._await_request(due_at)
+                due = self._interval_s is not None and self.applied_lsn > self.durable_lsn
+                if wanted or (due and time.monotonic() >= due_at):
+                    self._sync_and_tell(wanted)
+                if checkpoint:
+                    with self._unlinking:
+                        self._write_checkpoint()
+                if self._interval_s is not None and time.monotonic() >= due_at:
+                    due_at = time.monotonic() + self._interval_s
+                if not self._release() and wanted:
+                    self._await_retry()
+        except Exception as error:  # as in the committer
+            self._end_with("sync thread", error)
+        self._release()
+
+    def _await_request(self, due_at: float) -> tuple[bool, bool]:
+        """Whether a sync round and a checkpoint are wanted; neither when an interval is over, or at the end."""
+        with self._round:
+            if not self._is_asked():
+                self._asked.wait(None if self._interval_s is None else max(0.0, due_at - time.monotonic()))
+            wanted = bool(self._waiting) and self._waiting[0][0] <= self._num_finished
+            if wanted:
+                self._gather()
+            checkpoint, self._checkpoint_wanted = self._checkpoint_wanted, False
+            return wanted, checkpoint
+
+    def _is_asked(self) -> bool:
+        """Turn held."""
+        wanted = bool(self._waiting) and (self.read_only or self._waiting[0][0] <= self._num_finished)
+        return wanted or self._checkpoint_wanted or self._stop_syncing
+
+    def _gather(self) -> None:
+        """Let those whom the last round woke come back, so that they share this one (turn held)."""
+        until = time.monotonic() + min(self._round_s, _MAX_GATHER_S)
+        self._num_awaited = self._num_woken
+        while len(self._waiting) < self._num_woken or self._waiting[-1][0] > self._num_finished:
+            left = until - time.monotonic()
+            if left <= 0 or self._checkpoint_wanted or self._stop_syncing or self.read_only:
+                break
+            self._asked.wait(left)
+        self._num_awaited = 1
+
+    def _release(self) -> int:
+        """Wake those whose entries are durable, or all if nothing will be any more; how many those are."""
+        with self._round:
+            is_over = self.read_only or self._stop_syncing
+            count = bisect_right(self._waiting, self._num_durable, key=lambda waiting: waiting[0])
+            count = len(self._waiting) if is_over else count
+            released, self._waiting = self._waiting[:count], self._waiting[count:]
+            self._num_woken = count or self._num_woken
+            self._round.notify_all()
+        for _, gate in released:
+            gate.open()
+        return count
+
+    def _await_retry(self) -> None:
+        """A round brought nobody on: the disk may do better in a moment."""
+        with self._round:
+            if not self._stop_syncing:
+                self._asked.wait(_RETRY_S)
 
     def _sync_and_tell(self, tell: bool) -> None:
         """A sync round; to `tell` is to append a frame that carries what is durable now."""
+        began = time.monotonic()
+        num_finished, target = self._num_finished, self.applied_lsn  # in this order: applied comes first
         try:
             self._sync_round()
             with self._writing:
-                if tell:
+                if tell and self._told_lsn < self.durable_lsn:
                     self._tell()
         except OSError:
             self._counters.add("sync_round_errors")
+        if min(self.durable_lsn, self._told_lsn) >= target:
+            self._num_durable = num_finished
+        self._round_s = time.monotonic() - began
 
     def _tell(self) -> None:
         """Append what is durable now; where that fails, the header of a new segment says it (writing lock held)."""
@@ -597,25 +760,17 @@ def _pieces(run: Run, limit: int) -> Iterator[Run]:
         yield Run(run.kind, run.records[at : at + step])
 
 
-def _applied_at_once(batch: Sequence[_Entry]) -> Iterator[tuple[Run, list[_Entry]]]:
-    """Adjacent puts as one run; any other entry by itself, for a drop must see what the one before it took."""
+def _grouped(batch: Sequence[_Entry]) -> Iterator[tuple[Run, list[_Entry]]]:
+    """Adjacent entries of one kind, and their records as one run."""
     for kind, group in groupby(batch, key=lambda entry: entry.kind):
         entries = list(group)
-        if kind == PUT:
-            yield _as_one([Run(kind, entry.records) for entry in entries]), entries
-        else:
-            yield from ((Run(kind, entry.records), [entry]) for entry in entries)
+        yield Run(kind, _as_one(kind, [entry.records for entry in entries])), entries
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    """Adjacent runs of one kind as one."""
-    groups = (list(group) for _, group in groupby(runs, key=lambda run: run.kind))
-    return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
-
-
-def _as_one(runs: Sequence[Run]) -> Run:
-    kind, records = runs[0].kind, [run.records for run in runs]
+def _as_one(kind: int, records: Sequence[Records]) -> Records:
+    if len(records) == 1:
+        return records[0]
     if kind not in DTYPES:
-        return Run(kind, tuple(blob for blobs in records for blob in blobs))
+        return tuple(blob for blobs in records for blob in blobs)
     # joined as bytes: numpy would look at every field of every array
-    return Run(kind, np.frombuffer(b"".join([np.asarray(r).tobytes() for r in records]), DTYPES[kind]))
+    return np.frombuffer(b"".join([np.asarray(array).tobytes() for array in records]), DTYPES[kind])

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..system import File, Fs
+from ..units import MiB
 from .format import (
     BEFORE_THE_LOG,
     HEADER_NBYTES,
@@ -23,6 +24,8 @@ from .format import (
 )
 from .records import Run
 
+_BLANK = memoryview(bytes(MiB))
+
 
 class LogWriter:
     """One open segment at a time, in a directory `wal_dir` that exists.
@@ -33,6 +36,9 @@ class LogWriter:
 
     `position` is where the log stands that the first segment follows, `next_number` the first unused
     segment number; recovery tells both.
+
+    Space ahead of the tail is blanked in steps. It reads zeros anyway, but what was only reserved is turned into
+    data by the first write, and a sync then waits for the file system's own journal; over blanked space it does not.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class LogWriter:
         self._next_number = next_number
         self._synced = position
         self._tail = position
-        self._tail_nbytes = segment_nbytes
+        self._tail_nbytes = self._blanked_nbytes = segment_nbytes
         self._file: File | None = None
         self._header: SegmentHeader | None = None
         self._broken = False  # an append failed: what lies at the tail is unknown
@@ -110,7 +116,7 @@ class LogWriter:
         with self._sync_lock:
             self._close_file()
             self._file, self._header = file, decode_header(raw)
-            self._tail_nbytes = HEADER_NBYTES
+            self._tail_nbytes = self._blanked_nbytes = HEADER_NBYTES
             self._tail = self._synced = LogPosition(header.number, first_lsn - 1, self._header.checksum)
             self._unsynced.clear()
         return self._header
@@ -151,16 +157,25 @@ class LogWriter:
         assert durable_lsn <= tail.lsn, f"durable LSN {durable_lsn} is above the last, {tail.lsn}"
         frame, chain = encode_frame(header, tail.chain, first_lsn, durable_lsn, runs)
         assert len(frame) <= self.room_nbytes, f"a frame of {len(frame)} bytes, {self.room_nbytes} are left"
+        end = self._tail_nbytes + len(frame)
+        blank = self._blank_behind(end)
         try:
-            file.pwritev([frame], self._tail_nbytes)
+            file.pwritev([frame, blank], self._tail_nbytes)
         except OSError:
             self._broken = True
             raise
-        self._tail_nbytes += len(frame)
+        self._tail_nbytes = end
+        self._blanked_nbytes = max(self._blanked_nbytes, end + len(blank))
         position = LogPosition(header.number, first_lsn + sum(map(len, runs)) - 1, chain)
         self._unsynced.append((position, first_lsn, tuple(runs)))
         self._tail = position  # last: `sync` forgets frames up to the tail it saw
         return len(frame)
+
+    def _blank_behind(self, end: int) -> memoryview:
+        """Zeros to write behind a frame that ends at `end`: none while there is blank space."""
+        if end <= self._blanked_nbytes:
+            return _BLANK[:0]
+        return _BLANK[: min(self._segment_nbytes // 16, self._segment_nbytes - end)]
 
     def sync(self) -> int:
         """Make every frame appended before this call durable; returns the last LSN among them.
