@@ -192,33 +192,13 @@ def test_layouts_tell_what_is_really_cached() -> None:
     assert layout_of(gemma3(), 16) == describe_model(gemma3(), 16)[1]
 
 
-LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-MAMBA2 = {
-    "vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16, "num_heads": 8,
-    "head_dim": 16, "n_groups": 1, "expand": 2, "chunk_size": 8,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("config", "kind", "reason"),
     [
-        (lambda: T.Mamba2Config(**MAMBA2), T.Mamba2ForCausalLM, "LinearAttentionLayer: a recurrent state"),
-        (
-            lambda: T.Qwen3NextConfig(**{**BASE, "head_dim": 16, **LINEAR, **EXPERTS}),
-            T.Qwen3NextForCausalLM,
-            "LinearAttentionLayer: a recurrent state",
-        ),
+        (lambda: T.RecurrentGemmaConfig(**{**BASE, "attention_window_size": 40}), T.RecurrentGemmaForCausalLM,
+         "keeps a recurrent state outside any cache"),
+        (lambda: T.RwkvConfig(vocab_size=264, hidden_size=64, num_hidden_layers=2), T.RwkvForCausalLM,
+         "takes no KV cache"),
         (lambda: T.Gemma3TextConfig(**{**BASE, "head_dim": 16, "use_bidirectional_attention": True}),
          T.Gemma3ForCausalLM, "depend on the tokens after it"),
     ],

@@ -73,10 +73,68 @@ def deepseek_v3(**kw: Any) -> Any:
     return build(T.DeepseekV3Config(**{**BASE, **own, **kw}), T.DeepseekV3ForCausalLM)
 
 
+LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8,
+}  # fmt: skip
+SMALL = {name: BASE[name] for name in ("vocab_size", "hidden_size", "pad_token_id")} | {
+    "num_hidden_layers": 3
+}
+
+
+def qwen3_next(**kw: Any) -> Any:
+    config = T.Qwen3NextConfig(**{**BASE, "head_dim": 16, **LINEAR, **EXPERTS, **kw})
+    return build(config, T.Qwen3NextForCausalLM)
+
+
+def jamba(**kw: Any) -> Any:
+    own = {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
+    }  # fmt: skip
+    return build(T.JambaConfig(**{**BASE, **own, **kw}), T.JambaForCausalLM)
+
+
+def bamba(**kw: Any) -> Any:
+    config = T.BambaConfig(**{**BASE, **MAMBA, "attn_layer_indices": [1, 3], **kw})
+    return build(config, T.BambaForCausalLM)
+
+
+def falcon_h1(**kw: Any) -> Any:
+    own = {**MAMBA, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4}
+    return build(T.FalconH1Config(**{**BASE, **own, **kw}), T.FalconH1ForCausalLM)
+
+
+def lfm2(**kw: Any) -> Any:
+    config = T.Lfm2Config(**{**BASE, "layer_types": ["conv", "full_attention"] * 2, **kw})
+    return build(config, T.Lfm2ForCausalLM)
+
+
+def mamba(**kw: Any) -> Any:
+    return build(T.MambaConfig(**{**SMALL, "state_size": 16, **kw}), T.MambaForCausalLM)
+
+
+def mamba2(**kw: Any) -> Any:
+    own = {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2, "chunk_size": 8}
+    return build(T.Mamba2Config(**{**SMALL, **own, **kw}), T.Mamba2ForCausalLM)
+
+
 FAMILIES = {
     "llama": llama, "qwen3": qwen3, "gpt2": gpt2, "mistral": mistral, "gemma3": gemma3,
     "gemma4": gemma4, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3,
 }  # fmt: skip
+RECURRENT = {
+    "mamba2": mamba2, "jamba": jamba, "qwen3_next": qwen3_next, "lfm2": lfm2, "bamba": bamba,
+    "falcon_h1": falcon_h1, "mamba": mamba,
+}  # fmt: skip
+"""Families with recurrent states, with and without attention beside them."""
 WINDOWED = ("mistral", "gemma3", "gemma4", "gpt_oss")
 
 CHAT_TEMPLATE = (

@@ -1,7 +1,8 @@
 """Restorable boundaries: which prefix of a chain can be restored, and what a boundary needs.
 
 All layers must restore at the same boundary n: every full part below n, the window parts of the last
-`num_window_blocks` blocks before n, and the recurrent part at n, that of the one block before it. Pure functions over presence arrays, one row a block, head first.
+`num_window_blocks` blocks before n, and the recurrent part at n, that of the one block before it. Pure functions
+over presence arrays, one row a block, head first.
 """
 
 from __future__ import annotations

@@ -18,14 +18,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer
 
+from ..block.layout import TOKENS
 from ..errors import BadInput, TieredKVError
 from ..namespace import Namespace
 from ..outcomes import Stored
 from ..span import Span
-from .identity import LayerFacts, ModelFacts, inner_model
-from .layers import FullLayer, WindowLayer, check_lengths
+from .identity import ModelFacts
+from .layers import (
+    FullLayer,
+    HybridLayer,
+    HybridWindowLayer,
+    IndexedLayer,
+    RecurrentLayer,
+    RecurrentMixin,
+    WindowLayer,
+    check_lengths,
+)
+from .probe import LayerFacts, forward_parameters, inner_model
+from .states import read
 
 log = logging.getLogger("tieredkv.hf")
 
@@ -36,6 +48,7 @@ _PLAIN_ARGUMENTS = frozenset(
 )
 _ZERO_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 _UNKNOWN = -1
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 _hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -59,13 +72,16 @@ class CapturingCache(Cache):  # type: ignore[misc]
         model: the live model; the forward pre-hook is registered on it once.
         facts: what `read_model` said of it.
         space: the namespace of that identity, or None to capture without storing.
+
+    Attributes:
+        new_ids_only: the next call is given only the ids behind the cache, with a mask over all.
     """
 
     def __init__(self, model: torch.nn.Module, facts: ModelFacts, space: Namespace | None = None) -> None:
         inner = inner_model(model)
         layers = DynamicCache(config=inner.config).layers
         for layer in facts.layers:
-            layers[layer.index] = _new_layer(layer, facts)
+            layers[layer.index] = _new_layer(layer, facts, layers[layer.index])
         super().__init__(layers=layers)
         self.facts = facts
         self.space = space
@@ -76,10 +92,12 @@ class CapturingCache(Cache):  # type: ignore[misc]
         self._record: Tokens = np.empty(0, dtype=np.int32)
         self._wanted: set[int] = set()
         self._named: set[int] = set()
+        self._states: dict[int, dict[int, dict[str, torch.Tensor]]] = {}  # boundary, layer, name
         self._num_stored = 0
         self._num_offered = 0
+        self._num_running = 0  # tokens of a forward that has begun and not ended
         self._expected: Tokens = np.empty(0, dtype=np.int32)
-        self._new_ids_only = False
+        self.new_ids_only = False
         self._generating: bool | None = None
         for window_layer in self.window_layers():
             window_layer.wanted = self._wanted
@@ -104,58 +122,76 @@ class CapturingCache(Cache):  # type: ignore[misc]
     def num_certain(self) -> int:
         return len(self._record) if self.doubt is None else min(len(self._record), self.doubt.first_token)
 
-    def holding_layers(self) -> list[FullLayer | WindowLayer]:
+    def holding_layers(self) -> list[Any]:
         return [self.layers[layer.index] for layer in self.facts.layers]
 
     def window_layers(self) -> list[WindowLayer]:
         return [layer for layer in self.holding_layers() if isinstance(layer, WindowLayer)]
 
+    def recurrent_layers(self) -> list[Any]:
+        return [layer for layer in self.holding_layers() if isinstance(layer, RecurrentMixin)]
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether any layer has attention; `generate` cannot tell how far other caches reach."""
+        return any(not isinstance(layer, RecurrentLayer) for layer in self.holding_layers())
+
     def nbytes(self) -> int:
         """Bytes this cache holds: the session's working buffer."""
-        return sum(layer.nbytes() for layer in self.holding_layers())
+        kept = sum(
+            t.nbytes for at in self._states.values() for states in at.values() for t in states.values()
+        )
+        return int(kept + sum(layer.nbytes() for layer in self.holding_layers()))
 
     def want(self, boundaries: Iterable[int]) -> None:
-        """Keep the window parts of these boundaries when a forward crosses them."""
+        """Keep the window parts of these boundaries when a forward crosses them, their states when one ends there."""
         self._wanted.update(b for b in boundaries if b > 0)
 
+    @property
+    def wanted(self) -> list[int]:
+        """The boundaries to be kept, ascending."""
+        return sorted(self._wanted)
+
     def forget_wanted(self) -> None:
-        """Stop keeping window parts of all boundaries wanted before."""
+        """Stop keeping parts of all boundaries wanted before."""
         self._wanted.clear()
+        self._states = dict(list(self._states.items())[-1:])
         for layer in self.window_layers():
             layer.captured.clear()
 
-    def expect(self, ids: Tokens, num_new: int = 0, new_ids_only: bool = False) -> None:
+    def expect(self, ids: Tokens, num_new: int = 0) -> None:
         """Announce the prompt of one `generate` call: what it forwards must agree with `ids`.
 
         Args:
             num_new: how many tokens the call may generate, if that is known: layers make room for them.
-            new_ids_only: the call is given only the ids behind the cache, with a mask over all.
         """
         for layer in self.holding_layers():
             if isinstance(layer, FullLayer):
                 layer.num_expected = len(ids) + num_new if num_new else 0
         self._expected = ids
-        self._new_ids_only = new_ids_only
+        self.new_ids_only = False
         self._generating = False
-        for layer in self.window_layers():
+        for layer in self.holding_layers():
+            layer.crop(0)  # assisted decoding leaves layers that record
             layer.record_past = False
 
     def restored(self, tokens: Tokens) -> None:
         """State that the layers were filled with the KV of `tokens`."""
         self._record = tokens.copy()
         self._num_stored = self._num_offered = len(tokens)
+        self._named.add(len(tokens))
         self.check()
 
     def can_crop(self, num_tokens: int) -> bool:
         """Whether the cache can be cut back to `num_tokens`."""
         removed = self.num_tokens - num_tokens
-        return removed >= 0 and all(layer.can_crop(removed) for layer in self.window_layers())
+        return removed >= 0 and all(layer.can_crop(removed) for layer in self.holding_layers())
 
     def is_sound(self) -> bool:
         """Whether the cache holds one row, and all layers reach as far: not so after a forward that failed."""
         layers = self.holding_layers()
         lengths = check_lengths(layers)
-        if len(lengths) > 1 or any(layer.is_initialized and layer.keys.shape[0] > 1 for layer in layers):
+        if len(lengths) > 1 or self._broke_off() or any(layer.num_rows() > 1 for layer in layers):
             return False
         self._settle()
         return True
@@ -201,16 +237,51 @@ class CapturingCache(Cache):  # type: ignore[misc]
         states: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return states
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As `Cache.get_seq_length`; where no layer counts tokens, those of the forwards that ended."""
+        if self.counts_tokens:
+            return int(super().get_seq_length(layer_idx))
+        return self.num_tokens - self._num_running
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """As `Cache.get_conv_state`; a model changes in place what it is given, so watched as `update`."""
+        self._watch_states()
+        state: torch.Tensor | None = super().get_conv_state(*args, **kwargs)
+        return state
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Cache.update_conv_state`, watched as `update`."""
+        self._watch_states()
+        states: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As `Cache.update_recurrent_state`, watched as `update`."""
+        self._watch_states()
+        states: torch.Tensor = super().update_recurrent_state(recurrent_states, *args, **kwargs)
+        return states
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """As `Cache.has_previous_state`; a model asks before it changes states in place."""
+        self._watch_states()
+        return bool(super().has_previous_state(*args, **kwargs))
+
+    def _watch_states(self) -> None:
+        if not self._num_running:
+            self._doubt(self.num_tokens, "states changed in a forward that was not announced", refused=True)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, from all layers or none.
 
         Raises:
-            BadInput: a window layer no longer holds what is needed at the new end.
+            BadInput: a window layer no longer holds what is needed at the new end, or a state cannot go back.
         """
         num_left = max(0, self.num_tokens + int(tokens_to_remove))
         if int(tokens_to_remove) < 0 and not self.can_crop(num_left):
             raise BadInput(
-                f"cannot go back from {self.num_tokens} to {num_left} tokens: the window there is gone"
+                f"cannot go back from {self.num_tokens} to {num_left} tokens: the window or state there is gone"
             )
         super().crop(tokens_to_remove)
         self._cut(num_left)
@@ -250,10 +321,13 @@ class CapturingCache(Cache):  # type: ignore[misc]
             raise BadInput(f"this cache belongs to another model than this {type(model).__name__}")
         self._settle()
         self.store_blocks()
+        for layer in self.recurrent_layers():
+            layer.make_writable()
         ids = arguments.get("input_ids")
         length = (ids if ids is not None else arguments["inputs_embeds"]).shape[1]
         doubt = self._doubt_of(arguments, ids, length)
-        arguments = self._with_right_mask(arguments, length)
+        arguments = self._with_positions(model, self._with_right_mask(arguments, length), length)
+        self._num_running = length
         if doubt is not None:
             self._doubt(self.num_tokens, doubt)
             self._append(np.full(length, _UNKNOWN, dtype=np.int32))
@@ -264,6 +338,10 @@ class CapturingCache(Cache):  # type: ignore[misc]
             self._check_positions(arguments.get("position_ids"), length)
         self._append(row)
         return arguments
+
+    def end_forward(self) -> None:
+        """Take note that the forward which was begun ran to its end."""
+        self._num_running = 0
 
     def store_blocks(self, anchors: Sequence[int] = (), again: bool = False) -> Stored | None:
         """Store the whole blocks that are certain, with the window parts of wanted boundaries and `anchors`.
@@ -276,9 +354,12 @@ class CapturingCache(Cache):  # type: ignore[misc]
         if self.space is None:
             return None
         block_size = self.facts.layout.block_size
+        self._keep_states()
         end = self.num_certain // block_size * block_size
         named = [b for b in sorted(self._wanted | set(anchors)) if b <= end and b not in self._named]
-        named = [b for b in named if all(x.window_before(b) is not None for x in self.window_layers())]
+        named = [b for b in named if self._has_all_of(b)]
+        if not named and not self.counts_tokens:
+            return None  # states without an anchor are nothing that could be stored
         if not named and end <= (self._num_stored if again else self._num_offered):
             return None
         self._num_offered = max(end, self._num_offered)
@@ -292,8 +373,45 @@ class CapturingCache(Cache):  # type: ignore[misc]
         else:
             self._num_stored = max(end, self._num_stored)
             self._named.update(named)
+            self._states = {b: states for b, states in self._states.items() if b not in self._named}
         self.stored.append(stored)
         return stored
+
+    def _keep_states(self) -> None:
+        """Copy the recurrent states if the cache stands at a boundary: the next forward changes them in place.
+
+        Kept are those of wanted boundaries, of every so many tokens, and the last, where a turn may end.
+        """
+        at, layers = self.num_tokens, [x for x in self.facts.layers if x.of_kind("recurrent")]
+        if (
+            not layers
+            or not at
+            or at % self.facts.layout.block_size
+            or at in self._named | self._states.keys()
+        ):
+            return
+        if self.doubt is not None or self._broke_off():
+            return
+        if at % self.facts.interval == 0:
+            self._wanted.add(at)
+        self._states = {b: states for b, states in self._states.items() if b in self._wanted}
+        self._states[at] = {
+            layer.index: {
+                state.name: _one_row(read(self.layers[layer.index], state.name), state.batch_axis).clone()
+                for state in layer.of_kind("recurrent")
+            }
+            for layer in layers
+        }
+
+    def _has_all_of(self, boundary: int) -> bool:
+        """Whether the window parts and states of a boundary are at hand."""
+        if self.facts.interval and boundary not in self._states:
+            return False
+        return all(layer.window_before(boundary) is not None for layer in self.window_layers())
+
+    def _broke_off(self) -> bool:
+        """Whether a forward failed before its end: what it did to recurrent states cannot be told."""
+        return bool(self._num_running and self.facts.interval)
 
     def take_stored(self) -> list[Stored]:
         """What was stored since this was last asked."""
@@ -309,23 +427,30 @@ class CapturingCache(Cache):  # type: ignore[misc]
         """Full layers from the first token on: blocks that are still there cost nothing, lost ones come back."""
         spans: dict[int, list[Span]] = {}
         for facts in self.facts.layers:
-            layer = self.layers[facts.index]
-            if isinstance(layer, FullLayer):
-                spans[facts.index] = [
-                    Span(0, {"keys": layer.keys[0, :, :end], "values": layer.values[0, :, :end]})
-                ]
-            else:
-                spans[facts.index] = [_window_span(layer, boundary) for boundary in anchors]
+            layer, mine = self.layers[facts.index], spans.setdefault(facts.index, [])
+            full = {
+                state.name: _one_row(read(layer, state.name), state.batch_axis)
+                for state in facts.of_kind("full")
+            }
+            if full:
+                cut = {
+                    s.name: full[s.name].narrow(s.shape.index(TOKENS), 0, end) for s in facts.of_kind("full")
+                }
+                mine.append(Span(0, cut))
+            for boundary in anchors:
+                if isinstance(layer, WindowLayer):
+                    mine.append(_window_span(layer, boundary))
+                if facts.of_kind("recurrent"):
+                    mine.append(Span(boundary, self._states[boundary][facts.index]))
         return spans
 
     def _settle(self) -> None:
         """Bring the record in line with layers that were cropped one by one or left half updated."""
         lengths = check_lengths(self.holding_layers())
-        if len(lengths) > 1:
-            raise BadInput(
-                f"a forward failed half way and left layers at {sorted(lengths)} tokens: attach again"
-            )
-        if min(lengths) < self.num_tokens:
+        if len(lengths) > 1 or self._broke_off():
+            where = f" and left layers at {sorted(lengths)} tokens" if len(lengths) > 1 else ""
+            raise BadInput(f"a forward failed half way{where}: attach again")
+        if lengths and min(lengths) < self.num_tokens:
             self._cut(min(lengths))
 
     def _doubt_of(self, arguments: Mapping[str, Any], ids: Any, length: int) -> str | None:
@@ -334,7 +459,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
             return "inputs_embeds were forwarded, whose ids are not known"
         if ids.shape[0] != 1:
             return f"a batch of {ids.shape[0]} rows was forwarded"
-        if any(layer.is_initialized and layer.keys.shape[0] > 1 for layer in self.holding_layers()):
+        if any(layer.num_rows() > 1 for layer in self.holding_layers()):
             return "the cache was repeated for several rows"
         limit = self.facts.position_limit
         if limit is not None and self.num_tokens + length > limit:
@@ -356,12 +481,24 @@ class CapturingCache(Cache):  # type: ignore[misc]
         expected = self.num_tokens + length
         if mask.shape[1] == expected or mask.shape[0] != 1:
             return arguments
-        if self._new_ids_only and not hides:
+        if self.new_ids_only and not hides:
             return {**arguments, "attention_mask": None}
         raise BadInput(
             f"a mask over {mask.shape[1]} tokens came with {length} ids behind a cache of {self.num_tokens}:"
             " the ids are not what was attached"
         )
+
+    def _with_positions(
+        self, model: torch.nn.Module, arguments: dict[str, Any], length: int
+    ) -> dict[str, Any]:
+        """Positions for a hybrid model's bare forward: some number them from 0 again where they are missing."""
+        given = arguments.get("position_ids") is not None or "position_ids" not in forward_parameters(model)
+        if given or not self.facts.interval or arguments.get("input_ids") is None:
+            return arguments
+        positions = torch.arange(
+            self.num_tokens, self.num_tokens + length, device=arguments["input_ids"].device
+        )
+        return {**arguments, "position_ids": positions[None]}
 
     def _check_positions(self, positions: torch.Tensor | None, length: int) -> None:
         if positions is None:
@@ -393,6 +530,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         self._num_stored = min(self._num_stored, num_tokens)
         self._num_offered = min(self._num_offered, num_tokens)
         self._named = {b for b in self._named if b <= num_tokens}
+        self._states = {b: states for b, states in self._states.items() if b <= num_tokens}
         if self.doubt is not None and num_tokens <= self.doubt.first_token:
             self.doubt = None
 
@@ -401,6 +539,7 @@ def watch(model: torch.nn.Module) -> None:
     """Register the forward pre-hook on `model`, once for its life."""
     if model not in _hooked:
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        model.register_forward_hook(_after_forward, with_kwargs=True)
         _hooked.add(model)
 
 
@@ -410,11 +549,22 @@ def _before_forward(
     """Tell our cache of a forward; a forward with any other cache is none of our business."""
     names = list(inspect.signature(type(model).forward).parameters)[1 : 1 + len(args)] if args else []
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = (arguments.get(name) for name in ("cache", "past_key_values"))
-    cache = next((c for c in found if c is not None), None)
-    if not isinstance(cache, CapturingCache):
-        return None
-    return (), cache.begin_forward(model, arguments)
+    cache = _cache_in(arguments)
+    return None if cache is None else ((), cache.begin_forward(model, arguments))
+
+
+def _after_forward(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+) -> None:
+    """Not called for a forward that raised."""
+    cache = _cache_in(kwargs)
+    if cache is not None:
+        cache.end_forward()
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> CapturingCache | None:
+    found = next((c for name in _CACHE_NAMES if (c := arguments.get(name)) is not None), None)
+    return found if isinstance(found, CapturingCache) else None
 
 
 def _is_foreign(name: str, value: Any) -> bool:
@@ -426,12 +576,28 @@ def _is_foreign(name: str, value: Any) -> bool:
     return True
 
 
-def _new_layer(layer: LayerFacts, facts: ModelFacts) -> FullLayer | WindowLayer:
-    if layer.kind == "full":
-        return FullLayer()
-    size, layout = facts.layout.block_size, facts.layout
-    num_needed = layout.num_window_blocks[layout.group_of(layer.index, "keys")] * size
-    return WindowLayer(layer.window, num_kept=num_needed + size, num_needed=num_needed)
+def _new_layer(layer: LayerFacts, facts: ModelFacts, stock: Any) -> Any:
+    """Our layer in the place of a stock one."""
+    recurs = len(layer.of_kind("recurrent"))
+    if layer.window:
+        size, layout = facts.layout.block_size, facts.layout
+        needed = layout.num_window_blocks[layout.group_of(layer.index, "keys")] * size
+        windows = {"sliding_window": layer.window, "num_kept": needed + size, "num_needed": needed}
+        return (
+            HybridWindowLayer(**windows, number_of_states=stock.number_of_states)
+            if recurs
+            else WindowLayer(**windows)
+        )
+    if layer.of_kind("full"):
+        if recurs:
+            return HybridLayer(number_of_states=stock.number_of_states)
+        return IndexedLayer() if isinstance(stock, DynamicIndexedLayer) else FullLayer()
+    return RecurrentLayer(number_of_states=stock.number_of_states)
+
+
+def _one_row(states: torch.Tensor | None, batch_axis: int) -> torch.Tensor:
+    assert states is not None, "a layer lost a state that its model leaves there"
+    return states.select(batch_axis, 0)
 
 
 def _window_span(layer: WindowLayer, boundary: int) -> Span:

@@ -7,7 +7,6 @@ config suggests (MLA caches a latent in one release and expanded heads in anothe
 
 from __future__ import annotations
 
-import inspect
 import json
 import weakref
 from collections.abc import Mapping
@@ -15,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..block.identity import Identity, encode
-from ..block.layout import DTYPES, TOKENS, BlockLayout, LayerGroup, TensorSpec
+from ..block.layout import BlockLayout, LayerGroup, TensorSpec
 from ..errors import Unsupported
+from .probe import LayerFacts, inner_model, probe
+from .probe import cache_argument as cache_argument
 from .weights import Weights, version_of
 
 _IGNORED_CONFIG = frozenset(
@@ -50,48 +50,31 @@ _IGNORED_CONFIG = frozenset(
 )
 """Config fields that cannot change KV bytes. Every other field, known or not, is part of the identity."""
 
-_REFUSED = {
-    "DynamicIndexedLayer": "its indexer keys have no place in a block yet",
-    "DynamicSlidingWindowLayer": "it is subclassed in a way that is not known here",
-    "LinearAttentionLayer": "a recurrent state cannot be cut at a block boundary",
-    "LinearAttentionAndFullAttentionLayer": "its recurrent state cannot be cut at a block boundary",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "its recurrent state cannot be cut at a block boundary",
-}
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_NUM_PROBE_TOKENS = 4
-_STATE_NAMES = ("keys", "values")
+_LEAST_INTERVAL = 1024
+"""Tokens between the states that are kept within a long prompt: fewer would cost more than they save."""
 
 _weights: weakref.WeakKeyDictionary[torch.nn.Module, Weights] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """A layer that holds KV: `kind` is full or window, `shapes` are `(H, TOKENS, D)` by tensor name."""
-
-    index: int
-    kind: str
-    window: int
-    class_name: str
-    device: torch.device
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
-
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(self.index, n, self.shapes[n], self.dtypes[n]) for n in _STATE_NAMES)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """What capture and restore need to know of a model.
 
-    `position_limit` is the first position at which keys begin to depend on the length of the whole prompt
-    (dynamic and long rope); None where they never do.
+    Attributes:
+        position_limit: the first position at which keys begin to depend on the length of the whole prompt
+            (dynamic and long rope); None where they never do.
+        continues: whether a forward of several tokens goes on from a recurrent state; some models ignore the
+            state then, and are driven one token at a time.
+        interval: tokens between the states that are kept within a long sequence; 0 without recurrent layers.
     """
 
     identity: Identity
     layout: BlockLayout
     layers: tuple[LayerFacts, ...]
     position_limit: int | None
+    continues: bool = True
+    interval: int = 0
 
 
 def describe_model(
@@ -114,7 +97,7 @@ def layout_of(model: torch.nn.Module, block_size: int = 32) -> BlockLayout:
     """
     inner = inner_model(model)
     _refuse_by_kind(inner)
-    return _layout(_probe(inner), block_size)
+    return _layout(probe(inner).layers, block_size)
 
 
 def rehash(model: torch.nn.Module) -> None:
@@ -122,31 +105,12 @@ def rehash(model: torch.nn.Module) -> None:
     _weights.pop(inner_model(model), None)
 
 
-def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The transformers model whose forward runs: what an adapter wrapper wraps, else `model` itself."""
-    unwrap = getattr(model, "get_base_model", None)
-    inner: torch.nn.Module = unwrap() if callable(unwrap) else model
-    return inner
-
-
-def cache_argument(model: torch.nn.Module) -> str:
-    """What `forward` calls its cache in this release: `cache`, or `past_key_values` before 5.24.
-
-    Raises:
-        Unsupported: the forward takes neither.
-    """
-    names = inspect.signature(type(inner_model(model)).forward).parameters
-    for name in ("cache", "past_key_values"):
-        if name in names:
-            return name
-    raise Unsupported(f"{type(model).__name__} takes no KV cache in its forward")
-
-
 def read_model(model: torch.nn.Module, block_size: int = 32, salt: str = "") -> ModelFacts:
     """As `describe_model`, with the facts about each layer."""
     inner = inner_model(model)
     _refuse_by_kind(inner)
-    layers = _probe(inner)
+    found = probe(inner)
+    layers = found.layers
     hashes = _weights.setdefault(inner, Weights())
     tensors = _named_tensors(inner)
     tuned = _adapter_tensors(inner)
@@ -160,7 +124,9 @@ def read_model(model: torch.nn.Module, block_size: int = 32, salt: str = "") -> 
         tp=_tensor_parallel(inner),
         salt=salt,
     )
-    return ModelFacts(identity, _layout(layers, block_size), layers, _position_limit(inner.config))
+    layout = _layout(layers, block_size)
+    limit = _position_limit(inner.config)
+    return ModelFacts(identity, layout, layers, limit, found.continues, _interval(layout))
 
 
 def fingerprint(model: torch.nn.Module) -> bytes:
@@ -187,93 +153,23 @@ def _refuse_by_kind(model: Any) -> None:
         raise Unsupported(f"{name} is in training mode, where KV is random: call model.eval() first")
 
 
-def _probe(model: Any) -> tuple[LayerFacts, ...]:
-    """The layers that hold KV, from two forwards of a few tokens."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(2 * _NUM_PROBE_TOKENS, device=model.device)[None] % vocabulary
-    short, long = (_forward(model, ids[:, :n]) for n in (_NUM_PROBE_TOKENS, 2 * _NUM_PROBE_TOKENS))
-    layers = [_layer_facts(i, layer) for i, layer in enumerate(short.layers) if layer.keys is not None]
-    holding = tuple(layer for layer in layers if layer is not None)
-    if not holding:
-        raise Unsupported(f"{type(model).__name__} left nothing in the KV cache that it was given")
-    for layer in holding:
-        _refuse_unless_causal(layer, short.layers[layer.index], long.layers[layer.index])
-    return holding
-
-
-def _forward(model: Any, ids: torch.Tensor) -> Any:
-    name = type(model).__name__
-    try:
-        cache = DynamicCache(config=model.config)
-        for index, layer in enumerate(cache.layers):
-            _refuse_layer(name, index, layer)
-        with torch.no_grad():
-            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as e:
-        raise Unsupported(f"{name} does not run with a KV cache built for its config: {e}") from e
-    return cache
-
-
-def _refuse_layer(model_name: str, index: int, layer: Any) -> None:
-    """Only the two stock classes are known to be cut at block boundaries, and layers that hold nothing."""
-    kind = type(layer)
-    if kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__name__ == "DummyLayer":
-        return
-    why = _REFUSED.get(kind.__name__, "its state is not known to be cut at a block boundary")
-    raise Unsupported(f"{model_name}: layer {index} is a {kind.__name__}: {why}")
-
-
-def _layer_facts(index: int, layer: Any) -> LayerFacts | None:
-    if not layer.is_initialized or layer.keys.numel() == 0:
-        return None
-    window = int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else 0
-    states = {name: getattr(layer, name) for name in _STATE_NAMES}
-    for name, state in states.items():
-        length = min(_NUM_PROBE_TOKENS, window - 1) if window else _NUM_PROBE_TOKENS
-        dtype = str(state.dtype).removeprefix("torch.")
-        if state.ndim != 4 or state.shape[0] != 1 or state.shape[2] != length or dtype not in DTYPES:
-            what = f"{list(state.shape)} {dtype}"
-            raise Unsupported(f"layer {index} caches {name} as {what}, not as [batch, heads, tokens, width]")
-    return LayerFacts(
-        index=index,
-        kind="window" if window else "full",
-        window=window,
-        class_name=type(layer).__name__,
-        device=states["keys"].device,
-        shapes={n: (s.shape[1], TOKENS, s.shape[3]) for n, s in states.items()},
-        dtypes={n: str(s.dtype).removeprefix("torch.") for n, s in states.items()},
-    )
-
-
-def _refuse_unless_causal(layer: LayerFacts, short: Any, long: Any) -> None:
-    """A token's KV must not depend on later tokens, or a shared prefix would be wrong for its next user."""
-    for name in _STATE_NAMES:
-        one, other = getattr(short, name), getattr(long, name)
-        if other.shape[2] != 2 * _NUM_PROBE_TOKENS:
-            continue
-        error = (one - other[:, :, :_NUM_PROBE_TOKENS]).abs().max().item()
-        tolerance = (1e-3 if one.dtype in (torch.float32, torch.float64) else 0.1) * max(
-            1.0, one.abs().max().item()
-        )
-        if not error <= tolerance:
-            raise Unsupported(f"layer {layer.index}: the {name} of a token depend on the tokens after it")
-
-
 def _layout(layers: tuple[LayerFacts, ...], block_size: int) -> BlockLayout:
-    """One group for all full layers, then one for each window length."""
-    groups = []
-    for window in sorted({layer.window for layer in layers}):
-        specs = tuple(spec for layer in layers if layer.window == window for spec in layer.specs())
-        groups.append(LayerGroup("window" if window else "full", specs, window))
-    return BlockLayout(block_size, tuple(groups))
+    """One group for all full tensors, one for each window length, one for all recurrent states."""
+    kinds: dict[tuple[str, int], list[TensorSpec]] = {}
+    for layer in layers:
+        for state in layer.states:
+            kinds.setdefault((state.kind, state.window), []).append(state.spec(layer.index))
+    order = sorted(kinds, key=lambda kind: (("full", "window", "recurrent").index(kind[0]), kind[1]))
+    return BlockLayout(block_size, tuple(LayerGroup(k, tuple(kinds[k, w]), w) for k, w in order))
+
+
+def _interval(layout: BlockLayout) -> int:
+    """As often as the states cost no more than the attention's KV does, and never closer than a chunk of prefill."""
+    nbytes = dict(zip((group.kind for group in layout.groups), layout.part_nbytes, strict=True))
+    if "recurrent" not in nbytes:
+        return 0
+    num_blocks = -(-nbytes["recurrent"] // nbytes["full"]) if "full" in nbytes else 1
+    return layout.block_size * max(num_blocks, _LEAST_INTERVAL // layout.block_size)
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -296,12 +192,12 @@ def _without_ignored(value: Any) -> Any:
 
 def _dtypes(tensors: Mapping[str, torch.Tensor], layers: tuple[LayerFacts, ...]) -> dict[str, str]:
     weights = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
-    states = sorted({dtype for layer in layers for dtype in layer.dtypes.values()})
+    states = sorted({state.dtype for layer in layers for state in layer.states})
     return {"weights": ",".join(weights), "kv": ",".join(states)}
 
 
 def _framework(model: Any, layers: tuple[LayerFacts, ...]) -> dict[str, Any]:
-    rows = [[x.index, x.class_name, x.window, [list(x.shapes[n]) for n in _STATE_NAMES]] for x in layers]
+    rows = [[x.index, x.class_name, x.window, [list(s.shape) for s in x.states]] for x in layers]
     return {
         "name": "transformers",
         "model": type(model).__name__,

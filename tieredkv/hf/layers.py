@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ..errors import BadInput, Unsupported
 
@@ -85,6 +92,10 @@ class GrowingMixin:
         self.is_initialized = False
         self._buffers().clear()
 
+    def num_rows(self) -> int:
+        """Sequences held, 0 while empty."""
+        return int(self.keys.shape[0]) if self.is_initialized and self.keys.numel() else 0
+
     def _buffers(self) -> dict[str, StateBuffer]:
         buffers: dict[str, StateBuffer] = self.__dict__.setdefault("buffers", {})
         return buffers
@@ -128,6 +139,9 @@ class FullLayer(GrowingMixin, DynamicLayer):  # type: ignore[misc]
             length = max(0, self.get_seq_length() - removed)
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 
+    def can_crop(self, removed: int) -> bool:
+        return True
+
     def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
         held = self._held(name, new)
         buffer = self._buffers().get(name)
@@ -156,8 +170,8 @@ class WindowLayer(GrowingMixin, DynamicSlidingWindowLayer):  # type: ignore[misc
         num_needed: tokens before a boundary that its window parts cover.
     """
 
-    def __init__(self, sliding_window: int, num_kept: int, num_needed: int) -> None:
-        super().__init__(sliding_window=sliding_window)
+    def __init__(self, sliding_window: int, num_kept: int, num_needed: int, **kwargs: Any) -> None:
+        super().__init__(sliding_window=sliding_window, **kwargs)
         assert num_kept >= max(sliding_window - 1, num_needed), (
             f"{num_kept} kept of a window of {sliding_window}"
         )
@@ -271,6 +285,156 @@ class WindowLayer(GrowingMixin, DynamicSlidingWindowLayer):  # type: ignore[misc
         return self._buffers()[name]
 
 
+class IndexedLayer(FullLayer, DynamicIndexedLayer):  # type: ignore[misc]
+    """A full layer with the indexer keys of sparse attention beside it."""
+
+    indexer_keys: Any  # [B, S, D] once there, as in the stock layer
+    indexer_position_ids: Any  # [P, B, S], where the model has them
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, of the indexer too."""
+        removed = num_removed(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if removed and self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, : max(0, self.indexer_keys.shape[1] - removed)]
+        if removed and self.indexer_position_ids is not None:
+            length = max(0, self.indexer_position_ids.shape[-1] - removed)
+            self.indexer_position_ids = self.indexer_position_ids[..., :length]
+
+    def nbytes(self) -> int:
+        extra = (self.indexer_keys, self.indexer_position_ids)
+        return super().nbytes() + sum(int(states.nbytes) for states in extra if states is not None)
+
+
+class RecurrentMixin:
+    """States that a forward changes in place: they are as they are after the last token, and cannot be cut.
+
+    Only states of convolutions can go back, and only while `record_past` makes them keep what they were.
+    """
+
+    conv_states: dict[int, torch.Tensor | None]
+    recurrent_states: dict[int, torch.Tensor | None]
+    conv_kernel_size: dict[int, int | None]
+    record_past: bool
+    is_compileable = False
+
+    def recurrent_tensors(self) -> list[torch.Tensor]:
+        """Every state that is held."""
+        held = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return [state for state in held if state is not None]
+
+    def can_unwind(self, removed: int) -> bool:
+        """Whether the last `removed` tokens can be taken back."""
+        if not removed:
+            return True
+        widths = [
+            state.shape[-1] - (self.conv_kernel_size[i] or 0)
+            for i, state in self.conv_states.items()
+            if state is not None
+        ]
+        recurs = any(state is not None for state in self.recurrent_states.values())
+        return self.record_past and not recurs and all(width >= removed for width in widths)
+
+    def unwind(self, removed: int) -> None:
+        """Take back the last `removed` tokens, and end what `record_past` gathered.
+
+        Raises:
+            BadInput: a state cannot go back.
+        """
+        if not self.can_unwind(removed):
+            raise BadInput(f"cannot remove {removed} tokens: a recurrent state cannot go back")
+        if self.record_past:
+            for i, state in self.conv_states.items():
+                if state is not None:
+                    kept = state[..., : state.shape[-1] - removed]
+                    self.conv_states[i] = kept[..., -(self.conv_kernel_size[i] or 0) :].clone()
+
+    def make_writable(self) -> None:
+        """Copies of states made under inference mode, which may not be written outside it."""
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                if state is not None and state.is_inference() and not torch.is_inference_mode_enabled():
+                    states[i] = state.clone()
+
+    def repeat_states(self, repeats: int) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                states[i] = None if state is None else state.repeat_interleave(repeats, dim=0)
+
+    def select_states(self, indices: torch.Tensor) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                states[i] = None if state is None else state[indices]
+
+
+class RecurrentLayer(RecurrentMixin, LinearAttentionLayer):  # type: ignore[misc]
+    """A layer that holds recurrent states and nothing else."""
+
+    def can_crop(self, removed: int) -> bool:
+        return self.can_unwind(removed)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            BadInput: a state cannot go back.
+        """
+        self.unwind(num_removed(tokens_to_remove))
+
+    def num_rows(self) -> int:
+        """Sequences held, 0 while empty."""
+        return next((state.shape[0] for state in self.recurrent_tensors()), 0)
+
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.recurrent_tensors())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.repeat_states(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.select_states(indices)
+
+
+class _HybridMixin(RecurrentMixin):
+    """A layer with attention and recurrent states: whatever is done to the one is done to the other."""
+
+    def can_crop(self, removed: int) -> bool:
+        return bool(super().can_crop(removed)) and self.can_unwind(removed)  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            BadInput: a state cannot go back, or the window at the new end is gone.
+        """
+        self.unwind(num_removed(tokens_to_remove))
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+
+    def nbytes(self) -> int:
+        attention: int = super().nbytes()  # type: ignore[misc]
+        return attention + sum(state.nbytes for state in self.recurrent_tensors())
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        super().reset()  # type: ignore[misc]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.repeat_states(repeats)
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.select_states(indices)
+        super().batch_select_indices(indices)  # type: ignore[misc]
+
+
+class HybridLayer(_HybridMixin, FullLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """Full attention and recurrent states in one layer."""
+
+
+class HybridWindowLayer(_HybridMixin, WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
+    """Sliding attention and recurrent states in one layer."""
+
+
 def spacious(num_tokens: int) -> int:
     """How large a buffer for `num_tokens` is made where nobody knows how many will follow."""
     return num_tokens + min(max(_LEAST_SPARE, num_tokens // 2), _MOST_SPARE)
@@ -287,6 +451,6 @@ def num_removed(tokens_to_remove: Any) -> int:
     return -int(tokens_to_remove)
 
 
-def check_lengths(layers: Iterable[FullLayer | WindowLayer]) -> set[int]:
-    """The lengths, in tokens, that the layers have reached; more than one after a forward that failed."""
-    return {int(layer.get_seq_length()) for layer in layers}
+def check_lengths(layers: Iterable[Any]) -> set[int]:
+    """The lengths, in tokens, that layers with attention reached; more than one after a forward that failed."""
+    return {int(layer.get_seq_length()) for layer in layers if not isinstance(layer, RecurrentLayer)}

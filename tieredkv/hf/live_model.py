@@ -8,7 +8,8 @@ from typing import Any
 from ..cache import TieredCache
 from ..namespace import Namespace
 from .capture import CapturingCache
-from .identity import ModelFacts, cache_argument, fingerprint, inner_model, read_model, rehash
+from .identity import ModelFacts, fingerprint, read_model, rehash
+from .probe import cache_argument, inner_model
 
 
 class LiveModel:
@@ -43,7 +44,8 @@ class LiveModel:
 
     @property
     def device(self) -> Any:
-        return inner_model(self.model).device
+        inner: Any = inner_model(self.model)
+        return inner.device
 
     def refresh(self) -> None:
         """Describe the model again if it changed; its namespace may be another one then.

@@ -20,6 +20,7 @@ from .capture import CapturingCache, Tokens
 from .explain import Explain
 from .live_model import LiveModel
 from .prefetch import Prefetch
+from .prefill import prefill
 from .restore import restore
 
 
@@ -55,8 +56,10 @@ class SessionMemory:
         cache.forget_wanted()
         cache.want([anchors.boundary(len(tokens), self._live.block_size), self.branch, *heads])
         self._cache, self.attached = cache, tokens
-        self._num_skipped = cache.num_tokens if assisted else 0
-        cache.expect(tokens, num_new, new_ids_only=self._num_skipped > 0)
+        cache.expect(tokens, num_new)
+        prefill(self._live.model, cache, tokens)
+        self._num_skipped = cache.num_tokens if assisted or not cache.counts_tokens else 0
+        cache.new_ids_only = self._num_skipped > 0
         device = self._live.device
         arguments = {
             "input_ids": torch.tensor(tokens[self._num_skipped :], dtype=torch.long, device=device)[None],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,8 +17,9 @@ from ..namespace import Namespace
 from ..prefix import Prefix
 from .capture import CapturingCache, Tokens
 from .layers import WindowLayer, spacious
+from .states import put
 
-_STATE_NAMES = ("keys", "values")
+_GROWING = ("keys", "values")
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,25 @@ def restore(space: Namespace, cache: CapturingCache, tokens: Tokens, num_new: in
 def _fill(cache: CapturingCache, prefix: Prefix, capacity: int) -> None:
     """All tensors of all layers in one pass over the parts, each straight to its place."""
     outs: dict[tuple[int, str], torch.Tensor] = {}
-    states: list[tuple[Any, str, torch.Tensor]] = []
+    held: dict[int, dict[str, torch.Tensor]] = {}
     for facts in cache.facts.layers:
         layer = cache.layers[facts.index]
-        length = prefix.num_tokens - prefix.first_token(facts.index, "keys")
-        for spec in facts.specs():
-            heads, _, width = spec.shape
-            like = torch.empty((1, heads, 0, width), dtype=spec.torch_dtype, device=facts.device)
-            room = spacious(length) if isinstance(layer, WindowLayer) else capacity
-            held = layer.reserve(spec.name, like, room)[:, :, :length]
-            outs[facts.index, spec.name] = held[0]
-            states.append((layer, spec.name, held))
+        for state in facts.states:
+            spec = state.spec(facts.index)
+            shape = prefix.shape_of(facts.index, state.name)
+            like = torch.empty(
+                [0 if n < 0 else n for n in spec.shape], dtype=spec.torch_dtype, device=facts.device
+            ).unsqueeze(state.batch_axis)
+            if state.name in _GROWING:
+                length = shape[1]
+                room = spacious(length) if isinstance(layer, WindowLayer) else capacity
+                tensor = layer.reserve(state.name, like, room)[:, :, :length]
+            else:
+                tensor = like.new_empty(shape).unsqueeze(state.batch_axis)
+            held.setdefault(facts.index, {})[state.name] = tensor
+            outs[facts.index, state.name] = tensor.select(state.batch_axis, 0)
     prefix.gather_into(outs)
-    for layer, name, held in states:
-        if name == _STATE_NAMES[0]:
-            layer.lazy_initialization(held[:, :, :0], held[:, :, :0])
-        setattr(layer, name, held)
+    for index, tensors in held.items():
+        put(cache.layers[index], tensors)
     for window_layer in cache.window_layers():
         window_layer.restored(prefix.num_tokens)

@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..errors import BadInput
 from .arguments import num_sequences
 from .capture import CapturingCache, Tokens
-from .identity import inner_model
 from .live_model import LiveModel
+from .probe import inner_model
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,10 @@ def _together(model: Any, caches: Sequence[CapturingCache], num_each: int) -> Ca
     longest = max(cache.num_tokens for cache in caches)
     if longest == 0:
         return together
+    if caches[0].recurrent_layers():
+        raise BadInput(
+            "several rows of a model with recurrent states are not put together yet: ask one by one"
+        )
     empty = [number for number, cache in enumerate(caches) if not cache.num_tokens]
     if empty:
         raise BadInput(f"row {empty[0]} is one token long, which cannot be padded beside longer ones")
