@@ -412,7 +412,7 @@ class TieredCache:
                 rows, groups = self._unspilled()
                 num_spilled = len(rows)
                 if num_spilled:
-                    spiller.enqueue(rows, groups)
+                    spiller.enqueue(rows, groups, all_of_them=True)
             if not spiller.drain(until):
                 failures.append(f"spill: {spiller.trouble or 'not done before the deadline'}")
             with self._lock:

@@ -154,14 +154,18 @@ class Spiller:
         """Whether any part is on its way to the disk (lock held)."""
         return bool(self._in_flight)
 
-    def enqueue(self, rows: Rows, groups: npt.NDArray[np.int64]) -> Spilling:
-        """Spill these parts in the background (lock held). Beyond the queue's bound they are let be."""
+    def enqueue(self, rows: Rows, groups: npt.NDArray[np.int64], *, all_of_them: bool = False) -> Spilling:
+        """Spill these parts in the background (lock held). Beyond the queue's bound they are let be.
+
+        `all_of_them` is for a flush, which asks for what was let be, and waits.
+        """
         nbytes = sum(
             self._resident.stride_nbytes(r, g) for r, g in zip(rows.tolist(), groups.tolist(), strict=True)
         )
         wanted = _Wanted(self._table.digest[rows], groups, nbytes, Spilling())
         with self._wake:
-            if self._closing or (self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue):
+            is_full = self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue and not all_of_them
+            if self._closing or is_full:
                 self._counters.add("spill_queue_full_parts", len(rows))
                 wanted.spilling.ended(failed=True)
                 return wanted.spilling
