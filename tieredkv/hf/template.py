@@ -65,7 +65,7 @@ class Template:
             ends: where each of those messages ends in `tokens`.
         """
         if ends and len(ends) == len(messages):
-            return Prompt(tokens, tuple(ends))
+            return Prompt(tokens[: ends[-1]], tuple(ends))
         full = self.render(messages, answer_follows=True)
         held, at = self._kept(messages, full, tokens, ends)
         tokens, ends = tokens[: ends[held - 1] if held else 0], ends[:held]
