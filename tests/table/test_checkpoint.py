@@ -18,7 +18,7 @@ from tieredkv.system import OsFs
 from tieredkv.table import checkpoint as module
 from tieredkv.table.checkpoint import (
     checkpoint_name,
-    is_checkpoint,
+    is_lmdb,
     list_checkpoints,
     parse_checkpoint_name,
     prune_checkpoints,
@@ -158,7 +158,7 @@ def test_odd_things_with_its_name_are_refused(tmp_path: Path) -> None:
         make()
         with pytest.raises(CorruptFormat):
             read_checkpoint(fs, root, ref)
-        assert not is_checkpoint(fs, root, 3)
+        assert not is_lmdb(fs, f"{root}/{checkpoint_name(3)}")
         os.unlink(path)
     with open(path, "wb") as file:
         file.truncate(1 << 40)

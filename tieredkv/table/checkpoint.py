@@ -56,11 +56,11 @@ def list_checkpoints(fs: Fs, store_dir: str) -> list[int]:
     return sorted(lsn for lsn in lsns if lsn is not None)
 
 
-def is_checkpoint(fs: Fs, store_dir: str, lsn: int) -> bool:
-    """Whether the file of that name begins as LMDB files do; no more is looked at."""
+def is_lmdb(fs: Fs, path: str) -> bool:
+    """Whether the file begins as LMDB files do; no more is looked at."""
     raw = bytearray(len(_LMDB_MAGIC))
     try:
-        with contextlib.closing(fs.open_file(f"{store_dir}/{checkpoint_name(lsn)}")) as file:
+        with contextlib.closing(fs.open_file(path)) as file:
             file.preadv([raw], _LMDB_MAGIC_AT)
     except OSError:
         return False

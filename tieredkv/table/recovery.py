@@ -7,6 +7,7 @@ needed any more; so a crash at any moment of it leaves a directory that recovers
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,11 +16,13 @@ from ..errors import CorruptFormat, DamagedStore, NotAStore, PathUnusable
 from ..outcomes import RecoveryReport
 from ..system import Clock, Fs, Lock, SystemClock
 from ..tier import slab_format
+from ..tier.lmdb_store import PAYLOAD_NAME
 from ..wal.format import CheckpointRef, LogPosition, SegmentHeader, segment_name
 from ..wal.reader import End, Head, LogRead, Lsns, SegmentInfo, refuse_newer, scan_segments
 from ..wal.records import Run
 from .checkpoint import (
-    is_checkpoint,
+    checkpoint_name,
+    is_lmdb,
     is_temporary_name,
     parse_checkpoint_name,
     prune_checkpoints,
@@ -54,7 +57,7 @@ class Survey:
     names: tuple[str, ...]
     segments: tuple[SegmentInfo, ...]
     checkpoints: tuple[int, ...]
-    num_slabs: int
+    num_payload_files: int
 
     @property
     def headers(self) -> list[SegmentHeader]:
@@ -65,7 +68,7 @@ class Survey:
     def is_new(self) -> bool:
         """Whether nothing was ever committed here; also a store whose making was cut short."""
         used = any(segment.head in (Head.GOOD, Head.DAMAGED) for segment in self.segments)
-        return not used and not self.checkpoints and not self.num_slabs
+        return not used and not self.checkpoints and not self.num_payload_files
 
     def candidates(self) -> list[CheckpointRef]:
         """Checkpoints to try, newest first, as the newest header of each tells.
@@ -118,16 +121,16 @@ def survey(fs: Fs, store_dir: str) -> Survey:
     try:
         names = fs.list_names(store_dir)
         segments = scan_segments(fs, f"{store_dir}/{WAL}")
-        slabs = _slab_names(fs, store_dir)
+        payloads = _payload_names(fs, store_dir)
     except FileNotFoundError:
-        names, segments, slabs = [], [], []
+        names, segments, payloads = [], [], []
     except OSError as error:
         raise PathUnusable(f"{store_dir}: {error.strerror}") from error
     refuse_newer(segments)
     checkpoints = sorted(lsn for name in names if (lsn := parse_checkpoint_name(name)) is not None)
-    found = Survey(tuple(names), tuple(segments), tuple(checkpoints), len(slabs))
+    found = Survey(tuple(names), tuple(segments), tuple(checkpoints), len(payloads))
     foreign = [name for name in names if not _is_ours(name)]
-    if foreign and not found.headers and not _has_data(fs, store_dir, checkpoints, slabs):
+    if foreign and not found.headers and not _has_data(fs, store_dir, checkpoints, payloads):
         raise NotAStore(
             f"{store_dir} holds other things ({foreign[0]!r}) and no store; choose an empty directory"
         )
@@ -306,21 +309,28 @@ def _is_ours(name: str) -> bool:
     )
 
 
-def _slab_names(fs: Fs, store_dir: str) -> list[str]:
+def _payload_names(fs: Fs, store_dir: str) -> list[str]:
+    """Slabs, and a payload file of LMDB that has been written to: an empty one is two pages."""
     slabs_dir = f"{store_dir}/{SLABS}"
     if not fs.is_dir(slabs_dir):
         return []
-    return [name for name in fs.list_names(slabs_dir) if slab_format.parse_slab_name(name)]
+    names = fs.list_names(slabs_dir)
+    found = [name for name in names if slab_format.parse_slab_name(name)]
+    if PAYLOAD_NAME in names and fs.file_nbytes(f"{slabs_dir}/{PAYLOAD_NAME}") > 2 * mmap.PAGESIZE:
+        found.append(PAYLOAD_NAME)
+    return found
 
 
-def _has_data(fs: Fs, store_dir: str, checkpoints: Sequence[int], slabs: Sequence[str]) -> bool:
-    """Whether a checkpoint or the first slot of a slab is ours by its content."""
-    if any(is_checkpoint(fs, store_dir, lsn) for lsn in checkpoints):
+def _has_data(fs: Fs, store_dir: str, checkpoints: Sequence[int], payloads: Sequence[str]) -> bool:
+    """Whether a checkpoint, the first slot of a slab or the payload file of LMDB is ours by its content."""
+    if any(is_lmdb(fs, f"{store_dir}/{checkpoint_name(lsn)}") for lsn in checkpoints):
         return True
-    return any(_begins_with_slot(fs, f"{store_dir}/{SLABS}/{name}") for name in slabs)
+    return any(_begins_with_slot(fs, f"{store_dir}/{SLABS}/{name}") for name in payloads)
 
 
 def _begins_with_slot(fs: Fs, path: str) -> bool:
+    if path.endswith(PAYLOAD_NAME):
+        return is_lmdb(fs, path)
     raw = bytearray(slab_format.SLOT_HEADER_NBYTES)
     try:
         with contextlib.closing(fs.open_file(path)) as file:
