@@ -19,6 +19,7 @@ The oldest file goes when a new one would take the folder above its bound.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import struct
@@ -256,6 +257,8 @@ class Trace(NoTrace):
     def _begin_file(self) -> None:
         self._close_file()
         self._fs.make_dir(self._dir)
+        if not self._fs.is_dir(self._dir):
+            raise OSError(errno.ENOTDIR, "no directory of its own", self._dir)
         while self._sizes and self.nbytes + self._file_nbytes > self._max_nbytes:
             oldest = min(self._sizes)
             self._fs.unlink(f"{self._dir}/{trace_name(oldest)}")
