@@ -13,7 +13,7 @@ from typing import Any
 
 import tieredkv
 from tieredkv import Config
-from tieredkv.units import KiB, MiB
+from tieredkv.units import GiB, KiB, MiB
 
 from . import workload
 from .child import Say
@@ -26,23 +26,26 @@ BLOCKS_A_CHAIN = 1024
 _WAIT_S = 60.0
 
 
-def layout() -> tieredkv.BlockLayout:
-    return workload.layout(PART_NBYTES, BLOCK_SIZE, WINDOW)
+def layout(window: int = WINDOW) -> tieredkv.BlockLayout:
+    return workload.layout(PART_NBYTES, BLOCK_SIZE, window)
 
 
-def config(num_blocks: int) -> Config:
+def config(num_blocks: int, window: int = WINDOW) -> Config:
     """Room for every block on disk, and for a few chains in memory."""
-    slots_nbytes = num_blocks * 2 * (PART_NBYTES + 4 * KiB)
+    slots_nbytes = num_blocks * (2 if window else 1) * (PART_NBYTES + 4 * KiB)
     return Config(
-        device_nbytes=max(64 * MiB, 3 * num_blocks * PART_NBYTES), host_nbytes=0,
-        disk_nbytes=max(64 * MiB, slots_nbytes * 5 // 4), block_size=BLOCK_SIZE, deadline_s=_WAIT_S,
+        device_nbytes=max(64 * MiB, min(GiB, 3 * num_blocks * PART_NBYTES)), host_nbytes=0,
+        disk_nbytes=128 * MiB + slots_nbytes * 5 // 4, block_size=BLOCK_SIZE, deadline_s=_WAIT_S,
     )  # fmt: skip
 
 
-def build(say: Say, path: str, num_blocks: int) -> dict[str, Any]:
-    """Store `num_blocks` blocks through the public API, flush, and die by SIGKILL: the log holds them all."""
-    of, began = layout(), time.perf_counter()
-    cache = tieredkv.open(path, config(num_blocks))
+def build(say: Say, path: str, num_blocks: int, window: int = WINDOW) -> dict[str, Any]:
+    """Store `num_blocks` blocks through the public API, flush, and die by SIGKILL: the log holds them all.
+
+    Or as much of them as fits between two checkpoints.
+    """
+    of, began = layout(window), time.perf_counter()
+    cache = tieredkv.open(path, config(num_blocks, window))
     space = cache.namespace(workload.IDENTITY, of)
     done = 0
     for seed, count in workload.chains(num_blocks, BLOCKS_A_CHAIN):
@@ -63,11 +66,11 @@ def build(say: Say, path: str, num_blocks: int) -> dict[str, Any]:
     return {}
 
 
-def open_once(say: Say, path: str, num_blocks: int, close: bool) -> dict[str, Any]:
+def open_once(say: Say, path: str, num_blocks: int, close: bool, window: int = WINDOW) -> dict[str, Any]:
     """Open in this fresh process; at the end `close` writes what closing writes, else SIGKILL changes nothing."""
     before = anonymous_nbytes()
     began, cpu_began = time.perf_counter(), time.process_time()
-    cache = tieredkv.open(path, config(num_blocks))
+    cache = tieredkv.open(path, config(num_blocks, window))
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     report = cache.recovery
     say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from . import basics, speed
+from . import basics, caller, speed, table, tiers
 from .figures import Figure
 from .plan import Plan
 from .rivals import ranking
@@ -18,6 +18,9 @@ SECTIONS: Mapping[str, Section] = {
     "rivals": lambda plan: ranking.measure(
         plan.root, plan.progress, plan.runs, ranking.QUICK if plan.quick else ranking.FULL, plan.rivals_home
     ),
+    "tiers": tiers.measure,
+    "caller": caller.measure,
+    "table": table.measure,
 }
 QUICK_RUNS = 2
 QUICK_NUM_BLOCKS = 20_000

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tieredkv.units import KiB, MiB, format_nbytes
 
-from . import child, transfer
+from . import transfer
 from .figures import Figure, at_least, at_most, unmeasured
 from .progress import Progress
+from .scratch import tidied, try_job
 
 SIZES = {
     transfer.Size(8 * MiB, 48): (0.93, 0.97),
@@ -42,8 +41,8 @@ def measure(root: Path, progress: Progress, runs: int, quick: bool = False) -> I
     for disk_io, least in MIN_WARM.items():
         progress.say(f"warm restore, disk_io={disk_io}")
         name = f"warm_restore_{disk_io}_over_memcpy_ratio"
-        with _tidied(root / "warm") as path:
-            found = _run(transfer.warm, path=path, rounds=runs, disk_io=disk_io, **vars(_WARM_SIZE))
+        with tidied(root / "warm") as path:
+            found = try_job(transfer.warm, path=path, rounds=runs, disk_io=disk_io, **vars(_WARM_SIZE))
         yield ratio_figure(name, found, _WARM_SIZE.nbytes, least, "memcpy")
     yield bookkeeping_figure(root, progress, runs)
 
@@ -53,9 +52,9 @@ def disk_figures(
 ) -> Iterator[Figure]:
     name = format_nbytes(size.part_nbytes).replace(".0 ", "").lower()
     progress.say(f"spill and cold restore, parts of {format_nbytes(size.part_nbytes)}")
-    with _tidied(root / "store") as store, _tidied(root / "raw") as raw:
+    with tidied(root / "store") as store, tidied(root / "raw") as raw:
         common = {"path": store, "raw_path": raw, "rounds": runs, "disk_io": "direct", **vars(size)}
-        spilled, restored = _run(transfer.spill, **common), _run(transfer.restore, **common)
+        spilled, restored = try_job(transfer.spill, **common), try_job(transfer.restore, **common)
     yield ratio_figure(f"spill_{name}_over_raw_ratio", spilled, size.nbytes, least_spill, "raw O_DIRECT")
     yield ratio_figure(
         f"cold_restore_{name}_over_raw_ratio", restored, size.nbytes, least_restore, "raw O_DIRECT"
@@ -65,25 +64,6 @@ def disk_figures(
             f"written_per_payload_{name}_ratio", spilled["written_ratio"], MAX_WRITTEN_RATIO,
             "bytes that reached the disk during flush, log included, no checkpoint",
         )  # fmt: skip
-
-
-def _run(job: Any, **arguments: Any) -> dict[str, Any] | str:
-    """What a job found, or why it found nothing."""
-    try:
-        return child.run(job, **arguments)
-    except child.ChildFailed as error:
-        return str(error).strip().splitlines()[-1]
-
-
-@contextmanager
-def _tidied(path: Path) -> Iterator[str]:
-    """A file or directory that is gone at the end."""
-    try:
-        yield str(path)
-    finally:
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
 
 
 def ratio_figure(name: str, found: Mapping[str, Any] | str, nbytes: int, least: float, limit: str) -> Figure:
@@ -111,8 +91,8 @@ def ratio_figure(name: str, found: Mapping[str, Any] | str, nbytes: int, least: 
 def bookkeeping_figure(root: Path, progress: Progress, runs: int) -> Figure:
     progress.say("bookkeeping of a store")
     name = "store_bookkeeping_us_a_block"
-    with _tidied(root / "booked") as path:
-        found = _run(transfer.bookkeeping, path=path, rounds=runs, num_blocks=_NUM_BOOKED)
+    with tidied(root / "booked") as path:
+        found = try_job(transfer.bookkeeping, path=path, rounds=runs, num_blocks=_NUM_BOOKED)
     if isinstance(found, str):
         return unmeasured(name, f"<= {MAX_BOOKKEEPING_US:g}", found)
     each = [

