@@ -13,10 +13,11 @@ import transformers
 
 from tieredkv.errors import TieredKVError
 
+from .fake_devices import FakeDevices
 from .families import FAMILIES
 from .family import Family
 from .operations import OPERATIONS, Operation
-from .scene import NUM_NEW, Scene, random_ids
+from .scene import GREEDY, Scene, random_ids
 from .stock import Stock, cache_name
 from .verdict import ABSENT, REFUSED, WRONG, Cell, DidNotHappen
 
@@ -73,23 +74,26 @@ def _failed(family: Family, operation: Operation, error: Exception) -> Cell:
 
 def raised_by_stock(family: Family, operation: Operation) -> Exception | None:
     """What transformers raises for the same with a cache of its own: an empty one, and one with a prefix."""
-    model = family.build()
-    ids = random_ids(_NUM_ASKED, seed=3)
-    shown: dict[str, Any] = {"max_new_tokens": NUM_NEW, "do_sample": False}
     try:
-        operation.prepare(model)
-        options = operation.options(model, family)
-        model.generate(ids, **shown, **options)
-        stock = Stock(model, family)
-        stock.forward(ids[:, :_NUM_HELD])
-        num_rows = options.get("num_beams", 1)
-        if num_rows > 1:
-            stock.cache.batch_repeat_interleave(num_rows)
-        given = {"input_ids": ids[:, _NUM_HELD:], "attention_mask": torch.ones_like(ids)}
-        model.generate(**given, **shown, **options, **{cache_name(model): stock.cache})
+        with FakeDevices():
+            _do_with_stock(family, operation)
     except Exception as error:  # its own words are the reason
         return error
     return None
+
+
+def _do_with_stock(family: Family, operation: Operation) -> None:
+    model = family.build()
+    operation.prepare(model)
+    options = operation.options(model, family)
+    ids = random_ids(_NUM_ASKED, seed=3).to(model.device)
+    model.generate(ids, **GREEDY, **options)
+    stock = Stock(model, family)
+    stock.forward(ids[:, :_NUM_HELD])
+    if options.get("num_beams", 1) > 1:
+        stock.cache.batch_repeat_interleave(options["num_beams"])
+    given = {"input_ids": ids[:, _NUM_HELD:], "attention_mask": torch.ones_like(ids)}
+    model.generate(**given, **GREEDY, **options, **{cache_name(model): stock.cache})
 
 
 def first_line(error: BaseException) -> str:

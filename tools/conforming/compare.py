@@ -10,9 +10,9 @@ import torch
 
 from .family import ATTENTION
 from .forwards import Forward, by_position
-from .scene import BLOCK_SIZE, Rows, Scene, Turn, all_forwards
+from .scene import BLOCK_SIZE, GREEDY, Row, Scene, Turn, all_forwards
 from .states import first_difference
-from .stock import Stock, cache_name
+from .stock import Stock, cache_name, together
 from .verdict import CHECKPOINT, EXACT, WRONG, DidNotHappen, Finding
 
 MOST_FP32 = 1e-4
@@ -113,31 +113,69 @@ def as_it_was(scene: Scene, before: Sequence[Forward], turn: Turn, num_shared: i
     return max((ours[at].double() - theirs[at].double()).abs().max().item() for at in positions)
 
 
-def judge_rows(scene: Scene, history: Sequence[Turn], rows: Rows, options: Mapping[str, Any]) -> Finding:
-    """Several rows over one prefix, against the same over a stock cache that holds it, and over none."""
+def judge_rows(
+    scene: Scene,
+    histories: Sequence[Sequence[Turn]],
+    rows: Sequence[Row],
+    forwards: Sequence[Forward],
+    options: Mapping[str, Any],
+) -> Finding:
+    """Several rows in one call, against the same over stock caches put together, and against each prompt alone."""
+    stocks = [_before(scene, history, row) for history, row in zip(histories, rows, strict=True)]
+    cache = together(stocks, max((1, *options.values())))
+    longest = max(row.prompt.shape[1] for row in rows)
+    ids = torch.cat([_padded(row.prompt, longest) for row in rows])
+    mask = torch.cat([_padded(torch.ones_like(row.prompt), longest) for row in rows])
+    given = {"input_ids": ids, "attention_mask": mask, cache_name(scene.model): cache}
+    theirs = _recorded(scene, options, **given)
+    different = ""
+    if not all(torch.equal(a.ids, b.ids) for a, b in zip(forwards, theirs, strict=True)):
+        different = "other tokens than with an unevicted cache"
+    elif not all(torch.equal(a.logits, b.logits) for a, b in zip(forwards, theirs, strict=True)):
+        different = f"logits differ by {_apart(forwards, theirs):.1e} from an unevicted cache"
+    error = 0.0
+    for number, row in enumerate(rows):
+        alone = _recorded(scene, options, input_ids=row.prompt)
+        num_each = alone[-1].ids.shape[0]
+        mine = [_rows_of(forward, number * num_each, num_each) for forward in forwards]
+        if not all(torch.equal(a.ids[:, -1:], b.ids[:, -1:]) for a, b in zip(mine, alone, strict=True)):
+            different = different or f"row {number}: other tokens than without any cache"
+        error = max(error, _apart(mine, alone))
+    num_reused = min(row.forwards[0].start for row in rows)
+    reusable = min(history[-1].tokens.shape[1] for history in histories) - 1
+    return _verdict(scene, different, error, num_reused, reusable, [forward.logits for forward in forwards])
+
+
+def _before(scene: Scene, history: Sequence[Turn], row: Row) -> Stock:
+    """A stock cache that holds a row's prompt but for its last token, computed by the calls that computed it."""
     stock = Stock(scene.model, scene.family)
-    stock.play(calls_up_to(scene, all_forwards(list(history)), rows.num_reused))
-    stock.back_to(rows.num_reused)
-    different = first_difference(rows.restored, stock.states())
-    stock.repeat(max(options.values()))
-    theirs = scene.generate({**rows.given, cache_name(scene.model): stock.cache}, **options)
-    if not different and not torch.equal(rows.sequences, theirs.sequences):
-        different = "other sequences than with an unevicted cache"
-    if not different and not all(map(torch.equal, rows.logits, theirs.logits)):
-        different = f"logits differ by {_apart(rows.logits, theirs.logits):.1e} from an unevicted cache"
-    cold = scene.generate({"input_ids": rows.sequences[:1, : rows.num_prompt]}, **options)
-    if torch.equal(rows.sequences, cold.sequences):
-        error, why = _apart(rows.logits, cold.logits), ""
-    else:
-        error, why = _apart(rows.logits[:1], cold.logits[:1]), "other sequences than without any cache"
-    return _verdict(
-        scene, different or why, error, rows.num_reused, history[-1].tokens.shape[1] - 1, rows.logits
-    )
+    start = row.forwards[0].start
+    stock.play(calls_up_to(scene, all_forwards(list(history)), start))
+    stock.back_to(start)
+    stock.play(row.forwards)
+    stock.back_to(row.prompt.shape[1] - 1)
+    return stock
 
 
-def _apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    pairs = zip(ours, theirs, strict=True)
-    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+def _recorded(scene: Scene, options: Mapping[str, Any], **given: Any) -> list[Forward]:
+    scene.recorder.take()
+    scene.model.generate(**given, **GREEDY, **options)
+    return scene.recorder.take()
+
+
+def _rows_of(forward: Forward, first: int, num_rows: int) -> Forward:
+    rows = slice(first, first + num_rows)
+    return replace(forward, ids=forward.ids[rows], logits=forward.logits[rows])
+
+
+def _padded(ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return torch.nn.functional.pad(ids, (num_tokens - ids.shape[1], 0))
+
+
+def _apart(ours: Sequence[Forward], theirs: Sequence[Forward]) -> float:
+    """The largest difference of any logit behind the last token of a call."""
+    pairs = [(a.logits[:, -1].double(), b.logits[:, -1].double()) for a, b in zip(ours, theirs, strict=True)]
+    return max((a - b).abs().max().item() for a, b in pairs)
 
 
 def calls_up_to(scene: Scene, forwards: Sequence[Forward], num_tokens: int) -> list[Forward]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +14,14 @@ import tieredkv
 from tieredkv.hf import ChatModel
 
 from .family import Family
-from .forwards import Forward, Recorder, cache_of, num_held
+from .forwards import Forward, Recorder, cache_of
 from .states import States, states_of
 from .tokenizer import byte_tokenizer
 
 BLOCK_SIZE = 16
 NUM_PROMPT, NUM_SAID, NUM_NEW = 53, 20, 8
 """Tokens of a first prompt, of what a user says later, and of an answer."""
+GREEDY: Mapping[str, Any] = {"max_new_tokens": NUM_NEW, "do_sample": False}
 _BUDGETS: Mapping[str, Any] = {
     "device_nbytes": "16MiB", "host_nbytes": "8MiB", "disk_nbytes": "256MiB", "block_size": BLOCK_SIZE,
     "device": "cpu",
@@ -51,21 +52,18 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What `generate` gave with several rows over one attached prompt.
+class Row:
+    """One prompt of a `generate` call over several rows.
 
     Attributes:
-        given: what was attached, but for the cache.
-        sequences: `[rows, n]`.
-        logits: by step, `[rows, vocabulary]`.
+        prompt: `[1, n]`.
+        forwards: those that computed it alone, up to its last token.
+        sequences: `[returned, m]`, prompt included.
     """
 
-    given: Mapping[str, Any]
-    num_prompt: int
-    num_reused: int
-    restored: States
+    prompt: torch.Tensor
+    forwards: list[Forward]
     sequences: torch.Tensor
-    logits: tuple[torch.Tensor, ...]
 
 
 class Scene:
@@ -118,19 +116,25 @@ class Scene:
             ids.shape[1], tokens, restored, self.recorder.take(), dict(explain.by_tier), explain.reason
         )
 
-    def say_in_rows(self, session: Any, ids: torch.Tensor, **options: Any) -> Rows:
-        """Attach a prompt for several rows and generate; the caller commits one of them."""
-        given = session.attach(ids)
-        cache = cache_of(given)
-        restored, num_reused = states_of(cache), num_held(cache)
-        out = self.generate(given, **options)
-        plain = {name: value for name, value in given.items() if value is not cache}
-        return Rows(plain, ids.shape[1], num_reused, restored, out.sequences, out.logits)
-
-    def generate(self, given: Mapping[str, Any], num_new: int = NUM_NEW, **options: Any) -> Any:
-        """Greedy unless told otherwise, with the logits of every step."""
-        shown = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
-        return self.model.generate(**given, max_new_tokens=num_new, **{**shown, **options})
+    def say_in_rows(
+        self, chat: ChatModel, asked: Sequence[tuple[Any, torch.Tensor]], **options: Any
+    ) -> tuple[list[Row], list[Forward]]:
+        """One `generate` call over sessions with their prompts; the rows, and the forwards over all of them."""
+        self.recorder.take()
+        if len(asked) == 1:
+            given = [asked[0][0].generate(asked[0][1], **GREEDY, **options)]
+        else:
+            given = chat.generate(asked, **GREEDY, **options)
+        forwards = self.recorder.take()
+        alone = [forward for forward in forwards if forward.ids.shape[0] == 1]
+        rows = []
+        for (session, prompt), got in zip(asked, given, strict=True):
+            own = alone[: 1 + next(i for i, f in enumerate(alone) if f.end == prompt.shape[1] - 1)]
+            alone = alone[len(own) :]
+            if session.tokens.tolist() != got.ids.tolist() or got.ids.tolist() != got.sequences[0].tolist():
+                raise AssertionError("the session does not hold the first sequence of its row")
+            rows.append(Row(prompt, own, got.sequences))
+        return rows, forwards[-len(forwards) + sum(len(row.forwards) for row in rows) :]
 
     def converse(self, session: Any, num_turns: int = 3, seed: int = 1, **options: Any) -> list[Turn]:
         """A conversation of random ids, each prompt going on from all that was said."""

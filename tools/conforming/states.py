@@ -10,7 +10,7 @@ import torch
 States = dict[tuple[int, str], torch.Tensor]
 """By layer and name; a tensor in a dict of a layer is named `name.key`."""
 
-_TIME_AXIS = {"keys": 2, "values": 2, "indexer_keys": 1, "indexer_position_ids": 2}
+TIME_AXIS = {"keys": 2, "values": 2, "indexer_keys": 1, "indexer_position_ids": 2}
 
 
 def states_of(cache: Any) -> States:
@@ -38,11 +38,13 @@ def first_difference(ours: States, stock: States) -> str:
         got = ours.get((layer, name))
         if got is None:
             return f"layer {layer} {name} was not restored"
-        axis = _TIME_AXIS.get(name)
+        axis = TIME_AXIS.get(name)
         if axis is not None and got.shape[axis] > wanted.shape[axis]:
             got = got.narrow(axis, got.shape[axis] - wanted.shape[axis], wanted.shape[axis])
         if got.shape != wanted.shape or got.dtype != wanted.dtype:
             return f"layer {layer} {name}: {list(got.shape)} {got.dtype}, not {list(wanted.shape)} {wanted.dtype}"
+        if got.device != wanted.device:
+            return f"layer {layer} {name}: on {got.device}, not on {wanted.device}"
         if not torch.equal(got, wanted):
             error = (got.double() - wanted.double()).abs().max().item()
             return f"layer {layer} {name}: differs by {error:.1e}"

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from .family import ATTENTION, Family
 from .forwards import Forward
-from .states import States, states_of
+from .states import TIME_AXIS, States, states_of
 
 
 class CannotGoBack(Exception):
@@ -34,7 +34,7 @@ class Stock:
         self._croppable = family.kind == ATTENTION
         self._step = family.step
         self._snapshots: dict[int, Any] = {}
-        self.cache = self._new_cache()
+        self.cache = self.new_cache()
 
     def forward(self, ids: torch.Tensor, num_asked: int = 0) -> torch.Tensor:
         """Forward `[rows, q]` ids and return the logits, as a user would who drives the model by hand."""
@@ -74,7 +74,7 @@ class Stock:
             CannotGoBack: a recurrent state, of which no copy was made at that length.
         """
         if num_tokens == 0:
-            self.cache = self._new_cache()
+            self.cache = self.new_cache()
         elif self._croppable:  # by nothing too, for that trims windows to what attention sees
             self.cache.crop(num_tokens - self.num_tokens)
         elif num_tokens == self.num_tokens:
@@ -85,7 +85,8 @@ class Stock:
             raise CannotGoBack(f"no call ended at {num_tokens} tokens")
         self.num_tokens = num_tokens
 
-    def _new_cache(self) -> Any:
+    def new_cache(self) -> Any:
+        """Empty; its windows remember what they let go, so that they can go back."""
         cache: Any = DynamicCache(config=self.model.config)
         for layer in cache.layers:
             if isinstance(layer, DynamicSlidingWindowLayer) and self._croppable:
@@ -100,22 +101,34 @@ class Stock:
             given.append(self.forward(forward.ids, forward.num_asked))
         return given
 
-    def repeat(self, num_rows: int) -> None:
-        """The same sequence in so many rows; by hand where a layer of the installed release cannot."""
-        for layer in self.cache.layers:
-            if not hasattr(layer, "conv_states"):
-                layer.batch_repeat_interleave(num_rows)
-                continue
-            for name, value in vars(layer).items():
-                if isinstance(value, torch.Tensor) and value.ndim > 2:
-                    setattr(layer, name, value.repeat_interleave(num_rows, dim=0))
-                elif isinstance(value, dict):
-                    repeated = {k: _repeated(v, num_rows) for k, v in value.items()}
-                    setattr(layer, name, repeated)
-
     def states(self) -> States:
         return states_of(self.cache)
 
 
-def _repeated(value: Any, num_rows: int) -> Any:
-    return value.repeat_interleave(num_rows, dim=0) if isinstance(value, torch.Tensor) else value
+def together(stocks: Sequence[Stock], num_each: int) -> Any:
+    """One cache of all, each in so many rows; the shorter ones are padded on the left."""
+    longest = max(stock.num_tokens for stock in stocks)
+    cache = stocks[0].new_cache()
+    for index, layer in enumerate(cache.layers):
+        parts = [vars(stock.cache.layers[index]) for stock in stocks]
+        for name, first in parts[0].items():
+            values = [part[name] for part in parts]
+            if isinstance(first, torch.Tensor) and first.ndim > 2:
+                setattr(layer, name, _stacked(values, num_each, TIME_AXIS.get(name)))
+            elif isinstance(first, dict) and any(isinstance(v, torch.Tensor) for v in first.values()):
+                setattr(layer, name, {k: _stacked([v[k] for v in values], num_each, None) for k in first})
+            elif name == "cumulative_length":
+                layer.cumulative_length = longest
+            elif name != "record_past":
+                setattr(layer, name, first)
+    return cache
+
+
+def _stacked(values: Sequence[Any], num_each: int, axis: int | None) -> Any:
+    if not isinstance(values[0], torch.Tensor):
+        return values[0]
+    if axis is not None:
+        length = max(value.shape[axis] for value in values)
+        before = [[0, 0] * (value.ndim - 1 - axis) + [length - value.shape[axis], 0] for value in values]
+        values = [torch.nn.functional.pad(v, pad) for v, pad in zip(values, before, strict=True)]
+    return torch.cat(list(values)).repeat_interleave(num_each, dim=0)

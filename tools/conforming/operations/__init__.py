@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..fake_devices import spread
 from ..family import Family
 from ..scene import Scene
 from ..verdict import Finding
@@ -62,11 +63,13 @@ OPERATIONS = (
     Operation("edited message", returning.edited_message),
     Operation("exact-prompt regenerate", returning.same_prompt_again),
     Operation("shorter prompt than cached", returning.shorter_prompt),
+    Operation("two prefixes in one batch", generating.two_prefixes),
     Operation("beams", generating.beams, _given(generating.BEAMS)),
     Operation("num_return_sequences", generating.return_sequences, _given(generating.SEQUENCES)),
     Operation("prompt-lookup decoding", generating.prompt_lookup, _given(generating.LOOKUP)),
     Operation("draft-model decoding", generating.draft_model, generating.drafting),
     Operation("chunked prefill", generating.chunked_prefill, _given(generating.CHUNKS)),
+    Operation("layers on two devices", running.on_two_devices, prepare=spread),
     _attention("sdpa"),
     _attention("eager"),
     _attention("flex_attention"),

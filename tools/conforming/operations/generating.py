@@ -12,7 +12,7 @@ from ..family import Family
 from ..scene import NUM_NEW, NUM_SAID, Scene, Turn, following
 from ..verdict import DidNotHappen, Finding, worst
 
-_NAME = "talk"
+_NAME, _OTHER = "talk", "other"
 _CHUNK = 7
 BEAMS: Mapping[str, Any] = {"num_beams": 3}
 SEQUENCES: Mapping[str, Any] = {"num_beams": 3, "num_return_sequences": 3}
@@ -80,19 +80,34 @@ def _after_two(scene: Scene, options: Mapping[str, Any], num_new: int = NUM_NEW)
 
 
 def _rows(scene: Scene, options: Mapping[str, Any]) -> Finding:
-    """Several rows over one restored prefix; the best sequence becomes the session's."""
+    """Several rows over one restored prefix; the first sequence becomes the session's."""
     chat = scene.open()
     with chat.session(_NAME) as session:
         turns = scene.converse(session, 2)
     with chat.session(_NAME) as session:
-        rows = scene.say_in_rows(session, following(turns[-1].tokens, NUM_SAID, 90), **options)
-        finding = judge_rows(scene, turns, rows, options)
-        session.commit(rows.sequences[:1])
-        kept = torch.from_numpy(session.tokens.astype("int64"))[None]
-        if not torch.equal(kept, rows.sequences[:1]):
-            raise AssertionError("the session does not hold the sequence that was committed")
-        after = scene.say(session, following(kept, NUM_SAID, 91))
-    return worst([finding, judge_later(scene, turns, after)])
+        asked = [(session, following(turns[-1].tokens, NUM_SAID, 90))]
+        rows, forwards = scene.say_in_rows(chat, asked, **options)
+        after = scene.say(session, following(rows[0].sequences[:1], NUM_SAID, 91))
+    found = judge_rows(scene, [turns], rows, forwards, options)
+    return worst([found, judge_later(scene, turns, after)])
+
+
+def two_prefixes(scene: Scene) -> Finding:
+    """Two conversations of different length, both restored, in one call; then both go on by themselves."""
+    chat = scene.open()
+    with chat.session(_NAME) as one, chat.session(_OTHER) as other:
+        histories = [scene.converse(one, 2), scene.converse(other, 3, seed=2)]
+    with chat.session(_NAME) as one, chat.session(_OTHER) as other:
+        sessions = [one, other]
+        prompts = [following(turns[-1].tokens, NUM_SAID, 94 + n) for n, turns in enumerate(histories)]
+        rows, forwards = scene.say_in_rows(chat, list(zip(sessions, prompts, strict=True)))
+        later = [
+            scene.say(session, following(row.sequences[:1], NUM_SAID, 96))
+            for session, row in zip(sessions, rows, strict=True)
+        ]
+    found = [judge_rows(scene, histories, rows, forwards, {})]
+    found += [judge_later(scene, turns, turn) for turns, turn in zip(histories, later, strict=True)]
+    return worst(found)
 
 
 def repeating(tokens: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from ..fake_devices import FIRST, SECOND, FakeDevices, spread
 from ..scene import Scene
 from ..verdict import DidNotHappen, Finding, worst
 from .resuming import after_restart, fork
+
+_FAKES = (
+    "fake devices: CPU tensors that say cpu:1 and cpu:2, with calls across devices refused, layers moved by hooks;"
+    " each restored tensor lies where the stock cache has it"
+)
 
 
 def with_attention(name: str) -> Callable[[Scene], Finding]:
@@ -29,9 +36,19 @@ def with_dtype(dtype: torch.dtype) -> Callable[[Scene], Finding]:
 
     def run(scene: Scene) -> Finding:
         scene.model.to(dtype)
-        found = worst([after_restart(scene), fork(scene)])
+        found = after_restart(scene)
         if scene.model.dtype != dtype:
             raise DidNotHappen(f"the model runs in {scene.model.dtype}")
         return found
 
     return run
+
+
+def on_two_devices(scene: Scene) -> Finding:
+    """Half of the layers on one device, half on another, neither of them that of the cache's tiers."""
+    with FakeDevices():
+        spread(scene.model)
+        if {parameter.device for parameter in scene.model.parameters()} != {FIRST, SECOND}:
+            raise DidNotHappen("the model does not lie on two devices")
+        found = after_restart(scene)
+    return replace(found, reason="; ".join(filter(None, [found.reason, _FAKES])))
