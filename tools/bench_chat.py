@@ -21,7 +21,7 @@ import typer
 from bench.child import ChildFailed
 from bench.machine import describe
 from bench.progress import Progress
-from bench.show import show
+from bench.show import show, text_of
 from chatting import rows
 from chatting.setting import Setting, model_folder
 from rich.console import Console
@@ -58,7 +58,9 @@ def main(
     )  # fmt: skip
     try:
         for name in names:
-            figures += rows.measure(name, setting)
+            for figure in rows.measure(name, setting):
+                progress.say(f"{figure.name}: {text_of(figure)}")
+                figures.append(figure)
     except ChildFailed as error:
         progress.console.print(f"a measurement failed: {error}", style="red", markup=False)
         raise typer.Exit(2) from error

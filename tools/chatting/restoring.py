@@ -1,7 +1,7 @@
 """The restore alone: from ids in hand to a cache that is ready for the forward, beside a raw read of its bytes.
 
-Chains of random K and V in the shape of the model take turns through a device tier that holds little more than
-one, so that each comes from disk, into memory that was used before, as the raw read's was.
+K and V are random, in the shape of the model. Each round opens the store anew, so that all comes from disk, into
+memory that was used before, as the raw read's was: what else would be measured is how fast pages are cleared.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from bench.child import Say
 from bench.figures import Figure, shown
 from transformers import DynamicCache
 
+from tieredkv import Namespace
 from tieredkv.block.anchors import needed_parts
 from tieredkv.block.layout import BlockLayout
 from tieredkv.hf.identity import layout_of
+from tieredkv.hf.live_model import LiveModel
 from tieredkv.hf.restore import restore
 from tieredkv.units import MiB, format_nbytes
 
@@ -30,9 +32,8 @@ from .setting import Chats, K, Setting, keep_memory, load, opened
 
 NUM_TOKENS = 8 * K
 MAX_OVER_RAW = 2.0
-_NUM_CHAINS = 3
-"""Two of them could share the device tier in part."""
-_FLUSH_S = 60.0
+
+KV = dict[int, tuple[torch.Tensor, ...]]
 
 
 def figures(setting: Setting) -> Iterator[Figure]:
@@ -63,48 +64,53 @@ def restores(say: Say, model: str, path: str, num_tokens: int, rounds: int) -> d
     keep_memory()
     layout = layout_of(live)
     nbytes = needed_nbytes(layout, num_tokens)
-    kv = workload.kv(0, num_tokens, layout)
+    kv, ids = workload.kv(0, num_tokens, layout), workload.tokens(0, num_tokens)
+    with opened(path, live, tokenizer) as chats:
+        _store(chats, ids, kv)
+    with opened(path, live, tokenizer) as chats:
+        found: dict[str, Any] = {"nbytes": nbytes, "first_s": _restore_s(chats, ids)}
     saved = [f"{path}-{number}.safetensors" for number in range(rounds)]
     for file in saved:
         save_cache(stock_cache(live, layout, kv, num_tokens - 1), file)
     disk = raw.RawFile(f"{path}.raw", -(-nbytes // MiB) * MiB, MiB, 2 * rounds + len(raw.DEPTHS))
     for region in range(2 * rounds + len(raw.DEPTHS)):
         disk.write(region, 2)
-    found: dict[str, Any] = {"nbytes": nbytes, "depth": disk.best_read_depth(2 * rounds)}
-    with opened(path, live, tokenizer) as chats:
-        _store_chains(chats, kv, num_tokens)
-    # a tenth more than one chain: parts of two sizes lie in chunks of their own
-    with opened(path, live, tokenizer, device_nbytes=-(-int(1.1 * nbytes) // MiB) * MiB) as chats:
-        found["first_s"], *_ = [_restore_s(chats, chain, num_tokens) for chain in range(_NUM_CHAINS)]
-        for number in range(rounds):
+    found["depth"] = disk.best_read_depth(2 * rounds)
+    for number in range(rounds):
+        with opened(path, live, tokenizer, spill="evict") as chats:
+            _touch(chats, ids, kv)
             seconds = {
                 "before_s": disk.read(2 * number, found["depth"]),
-                "ours_s": _restore_s(chats, number % _NUM_CHAINS, num_tokens),
+                "ours_s": _restore_s(chats, ids),
                 "after_s": disk.read(2 * number + 1, found["depth"]),
                 "saved_s": _load_saved_s(live, saved[number], num_tokens - 1),
             }
-            for key, value in seconds.items():
-                found.setdefault(key, []).append(value)
+        for key, value in seconds.items():
+            found.setdefault(key, []).append(value)
     disk.close()
     return found
 
 
-def _store_chains(chats: Chats, kv: dict[int, tuple[torch.Tensor, ...]], num_tokens: int) -> None:
-    anchors = [chats.boundary(num_tokens)]
-    for chain in range(_NUM_CHAINS):
-        stored = chats.space.store(workload.tokens(chain, num_tokens), kv, anchors=anchors)
-        if stored.num_refused or not chats.kv.flush(_FLUSH_S).ok:
-            raise RuntimeError(f"chain {chain} was not kept: {stored}")
+def _store(chats: Chats, ids: Any, kv: KV, salt: str = "") -> Namespace:
+    space = LiveModel(chats.kv, chats.live.model, salt).space
+    stored = space.store(ids, kv, anchors=[chats.boundary(len(ids))])
+    if stored.num_refused:
+        raise RuntimeError(f"{len(ids)} tokens were not kept: {stored}")
+    return space
 
 
-def _restore_s(chats: Chats, chain: int, num_tokens: int) -> float:
-    ids = workload.tokens(chain, num_tokens)
+def _touch(chats: Chats, ids: Any, kv: KV) -> None:
+    """Use as much of the device tier as will be used, and let it go."""
+    chats.kv.purge(_store(chats, ids, kv, salt="passing"))
+
+
+def _restore_s(chats: Chats, ids: Any) -> float:
+    cache = chats.live.new_cache()
     began = time.perf_counter()
-    got = restore(chats.space, chats.live.new_cache(), ids)
+    got = restore(chats.space, cache, ids)
     seconds = time.perf_counter() - began
-    boundary = chats.boundary(num_tokens)
-    if got.num_tokens != boundary or got.by_tier.get("disk", 0) < 0.9 * boundary:
-        raise RuntimeError(f"restored {got}, not {boundary} tokens from disk")
+    if got.by_tier != {"disk": chats.boundary(len(ids))}:
+        raise RuntimeError(f"restored {got}, not {chats.boundary(len(ids))} tokens from disk")
     return seconds
 
 
@@ -115,9 +121,7 @@ def _load_saved_s(model: Any, path: str, num_tokens: int) -> float:
     return time.perf_counter() - began
 
 
-def stock_cache(
-    model: Any, layout: BlockLayout, kv: dict[int, tuple[torch.Tensor, ...]], num_tokens: int
-) -> DynamicCache:
+def stock_cache(model: Any, layout: BlockLayout, kv: KV, num_tokens: int) -> DynamicCache:
     """A stock cache that holds the first `num_tokens` of `kv`, of window layers the last of them."""
     stock = DynamicCache(config=model.config)
     for group in layout.groups:
