@@ -196,7 +196,7 @@ def test_layouts_tell_what_is_really_cached() -> None:
     ("config", "kind", "reason"),
     [
         (lambda: T.RecurrentGemmaConfig(**{**BASE, "attention_window_size": 40}), T.RecurrentGemmaForCausalLM,
-         "keeps a recurrent state outside any cache"),
+         "keeps a state outside any cache"),
         (lambda: T.RwkvConfig(vocab_size=264, hidden_size=64, num_hidden_layers=2), T.RwkvForCausalLM,
          "takes no KV cache"),
         (lambda: T.Gemma3TextConfig(**{**BASE, "head_dim": 16, "use_bidirectional_attention": True}),

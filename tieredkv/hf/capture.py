@@ -478,6 +478,11 @@ class CapturingCache(Cache):  # type: ignore[misc]
         hides = not bool(mask.all())
         if hides:
             self._doubt(self.num_tokens, "the attention mask has holes", refused=True)
+        if not self.counts_tokens and not hides:
+            return {
+                **arguments,
+                "attention_mask": None,
+            }  # some multiply their input by it, whatever its length
         expected = self.num_tokens + length
         if mask.shape[1] == expected or mask.shape[0] != 1:
             return arguments

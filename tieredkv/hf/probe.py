@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicCache
 
 from ..block.layout import DTYPES, TOKENS, TensorSpec
 from ..errors import Unsupported
@@ -21,7 +21,6 @@ from .states import KNOWN_LAYERS, State, read, states_of
 _NUM_TOKENS = 4
 _ROUNDING = 1e-3
 """What single precision never reaches in so few tokens, and a forgotten state always does."""
-_OUTSIDE = "keeps a recurrent state outside any cache, where two conversations would mix"
 _FAILURES = (
     AttributeError,
     IndexError,
@@ -123,18 +122,17 @@ def probe(model: Any) -> Probe:
     )
     if not layers:
         raise Unsupported(f"{name} left nothing in the KV cache that it was given")
-    if any(isinstance(x, LinearAttentionCacheLayerMixin) and not states_of(x) for x in short.layers):
-        raise Unsupported(f"{name} {_OUTSIDE}")
     for facts in layers:
         _refuse_unless_causal(facts, short.layers[facts.index], long.layers[facts.index])
-    if not any(facts.of_kind("recurrent") for facts in layers):
+    recurs = any(facts.of_kind("recurrent") for facts in layers)
+    if not recurs and all(type(x).__name__ == "DummyLayer" or states_of(x) for x in short.layers):
         return Probe(layers, continues=True)
     singly = [_NUM_TOKENS, *[1] * _NUM_TOKENS]
-    alone, single, chunk = run(*singly), run(*singly, mixed=True), run(_NUM_TOKENS, _NUM_TOKENS)
+    alone, single = run(*singly), run(*singly, mixed=True)
     limit = _tolerance(model.dtype)
     if any(_distance(facts, single, alone) > limit for facts in layers):
-        raise Unsupported(f"{name} {_OUTSIDE}")
-    continues = True
+        raise Unsupported(f"{name} keeps a state outside any cache, where two conversations would mix")
+    chunk, continues = run(_NUM_TOKENS, _NUM_TOKENS), True
     for facts in _one_of_each(layers):
         stepping = _distance(facts, single, long)
         if not stepping <= limit:
@@ -246,12 +244,11 @@ def _refuse_unless_causal(facts: LayerFacts, short: Any, long: Any) -> None:
 
 
 def _distance(facts: LayerFacts, one: Any, other: Any) -> float:
-    """How far two caches of the same ids are apart in a layer's recurrent states, relative to their size."""
-    apart = [0.0]
+    """How far two caches of the same ids are apart in what a layer holds, relative to its size."""
+    apart = []
     for state in states_of(one.layers[facts.index]):
-        if state.token_axis is None:
-            mine, theirs = (_held(cache.layers[facts.index], state).double() for cache in (one, other))
-            apart.append(((mine - theirs).norm() / theirs.norm().clamp(min=1e-30)).item())
+        mine, theirs = (_held(cache.layers[facts.index], state).double() for cache in (one, other))
+        apart.append(((mine - theirs).norm() / theirs.norm().clamp(min=1e-30)).item())
     return max(apart)
 
 
