@@ -19,6 +19,7 @@ from tieredkv import TOKENS, BlockLayout, Config, Identity, LayerGroup, Span, Te
 from tieredkv.block.anchors import restorable
 from tieredkv.cache import TieredCache, open_cache
 from tieredkv.outcomes import Tier
+from tieredkv.plan import held
 from tieredkv.system import File, OsFs
 
 SIZE = 16
@@ -153,9 +154,8 @@ def memory_only_disk(cache: TieredCache) -> None:
             resident = cache._residents.get(tier)
             if resident is None:
                 continue
-            for row in cache._table.live_rows().tolist():
-                if not cache._table.is_held(row):
-                    resident.leave(row, resident.groups_of(row), evicted=False)
+            rows = cache._table.live_rows()
+            resident.leave(resident.parts_of(rows[~held(cache._table, rows)]), evicted=False)
 
 
 def directory_nbytes(path: Any) -> int:

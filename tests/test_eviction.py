@@ -25,6 +25,7 @@ from core_helpers import (
 from tieredkv import Reason, Turn
 from tieredkv.block.anchors import longest_restorable
 from tieredkv.outcomes import Tier
+from tieredkv.plan import Parts
 from tieredkv.table import key_index
 
 MEMORY_ONLY: dict[str, Any] = {"host_nbytes": 0, "disk_nbytes": 0}
@@ -131,7 +132,7 @@ def test_holes_are_filled_on_the_next_pass(tmp_path: Path) -> None:
         with kv._lock:
             rows = kv._table.find(space.chain(prompt(0)))
             for row in rows[3::3].tolist():
-                kv._residents[Tier.DEVICE].leave(row, [0], evicted=False)
+                kv._residents[Tier.DEVICE].leave(Parts.of([(row, 0)]), evicted=False)
         assert load_checked(space, prompt(0))[0] == 3 * SIZE
         again = store(space, prompt(0))
         assert (again.num_new, again.num_refused) == (6, 0)
@@ -269,10 +270,13 @@ def test_nothing_above_a_tail_goes_before_all_of_the_tail(tmp_path: Path) -> Non
         assert room is not None
         with kv._lock:
             rows = kv._table.find(space.chain(prompt(0))).tolist()
-            device.leave(rows[-2], [1], evicted=True)  # the last boundary cannot be restored any more
+            device.leave(
+                Parts.of([(rows[-2], 1)]), evicted=True
+            )  # the last boundary cannot be restored any more
             tail_groups = set(device.groups_of(rows[-1]))
             assert tail_groups == {0, 1}
-            leaving = room._tails(device, 1 << 30, [rows[-1], rows[-2], rows[-3]])
+            victims = np.array([rows[-1], rows[-2], rows[-3]], dtype=np.int32)
+            leaving = list(room._tails(device, 1 << 30, victims))
         at = {part: place for place, part in enumerate(leaving)}
         above = [at[part] for part in leaving if part[0] != rows[-1]]
         assert leaving[0] == (rows[-1], 1)

@@ -12,12 +12,14 @@ from tieredkv.block.anchors import restorable
 from tieredkv.block.hashing import chain
 from tieredkv.outcomes import Tier
 from tieredkv.plan import (
+    Parts,
     first_gap,
     is_restorable,
     lacks_full,
     last_copies,
     leaving_groups,
     needs_window,
+    num_leaving_whole,
     stranded,
     tail_in_tier,
     unneeded_window_parts,
@@ -44,11 +46,38 @@ def branch(table: BlockTable, layout, rows, at: int, num_blocks: int, seed: int 
 
 def test_the_tail_below_a_victim() -> None:
     table, rows = grown(FULL)
-    assert tail_in_tier(table, Tier.DEVICE, int(rows[2])) == rows[7]
+    gone = np.zeros(len(table.namespace), dtype=np.bool_)
+    assert tail_in_tier(table, Tier.DEVICE, int(rows[2]), gone) == rows[7]
     table.slot[Tier.DEVICE, :, rows[6:]] = -1
-    assert tail_in_tier(table, Tier.DEVICE, int(rows[2])) == rows[5]
-    assert tail_in_tier(table, Tier.DEVICE, int(rows[2]), {int(rows[5])}) == rows[4]
-    assert tail_in_tier(table, Tier.DISK, int(rows[2])) == rows[2]
+    assert tail_in_tier(table, Tier.DEVICE, int(rows[2]), gone) == rows[5]
+    gone[rows[5]] = True
+    assert tail_in_tier(table, Tier.DEVICE, int(rows[2]), gone) == rows[4]
+    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone) == rows[2]
+
+
+def test_how_many_leave_together() -> None:
+    table, rows = grown(MIXED)
+    more = branch(table, MIXED, rows, 4, 2)
+    gone = np.zeros(len(table.namespace), dtype=np.bool_)
+
+    def count(*wanted: int) -> int:
+        return num_leaving_whole(
+            table, lambda _row: MIXED, Tier.DEVICE, np.array(wanted, dtype=np.int32), gone
+        )
+
+    tail_first = rows[::-1].tolist()
+    assert count(*tail_first) == 4, "the branch is still there"
+    assert count(*more[::-1].tolist(), *tail_first) == 10
+    assert count(*tail_first[:2], tail_first[3]) == 2, "what lies below the last of them is not named"
+    table.pins[rows[6]] = 1
+    assert count(*tail_first) == 1
+    table.pins[rows[6]] = 0
+    gone[more] = True
+    assert count(*tail_first) == 8
+    table.slot[Tier.DEVICE, 1, rows[5]] = -1  # the ends of its last blocks are no anchors any more
+    assert count(*tail_first) == 0, "a window part of no anchor goes before the rest"
+    table.holders[rows[7]] = 1
+    assert count(*tail_first) == 0, "whatever holds that anchor, it is looked at one by one"
 
 
 @pytest.mark.parametrize("layout", [FULL, MIXED, TWO_WINDOWS, WINDOW_ONLY])
@@ -125,4 +154,5 @@ def test_what_is_held_is_told_apart() -> None:
 def test_last_copies() -> None:
     table, rows = grown(MIXED)
     table.slot[Tier.DISK, 0, rows[1]] = 4
-    assert last_copies(table, Tier.DEVICE, int(rows[1]), [0, 1]) == [1]
+    parts = Parts.of([(int(rows[1]), 0), (int(rows[1]), 1)])
+    assert last_copies(table, Tier.DEVICE, parts).tolist() == [False, True]

@@ -30,6 +30,7 @@ from core_helpers import (
 from tieredkv import Identity, Reason, Turn
 from tieredkv.errors import BadConfig, BadInput, SessionError
 from tieredkv.outcomes import Tier
+from tieredkv.plan import Parts
 from tieredkv.spiller import Cause
 
 OTHER = Identity(weights="cd" * 32)
@@ -498,7 +499,7 @@ def test_what_is_stored_while_its_drop_is_queued_stays(tmp_path: Path) -> None:
         with kv._lock:
             rows = space._core.table.find(space.chain(prompt(0))).tolist()
             assert kv._room is not None
-            kv._room.release([(row, group) for row in rows for group in (0, 1)], Cause.RELEASED)
+            kv._room.release(Parts.of((row, group) for row in rows for group in (0, 1)), Cause.RELEASED)
         assert space.lookup(prompt(0)).num_tokens == 0
         again = store(space, prompt(0))
         assert again.num_new == 20 and not again.wait(0.1)

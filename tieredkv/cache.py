@@ -24,7 +24,8 @@ from .machine import Sizes, resolve
 from .mover import Mover
 from .namespace import Core, Namespace
 from .outcomes import Counters, Flushed, Health, RecoveryReport, Stats, Tier, TierStats, Trouble
-from .policy import Policy, make_policy
+from .plan import Parts
+from .policy import make_policy
 from .removal import Remover
 from .residency import Residency
 from .room import Room
@@ -248,7 +249,7 @@ class TieredCache:
         )  # fmt: skip
 
     def _memory_resident(self, tier: Tier, memory: TensorTier) -> Residency:
-        policy: Policy[bytes] = make_policy(self.config.policy, memory.arena.budget_nbytes)
+        policy = make_policy(self.config.policy, memory.arena.budget_nbytes, self._table.keys_of)
         resident = Residency(tier, self._table, memory.arena, policy, self._stride_in_memory)
         if self._disk is not None:
             resident.trace = self._disk.trace
@@ -279,7 +280,7 @@ class TieredCache:
             self._room.trim(Tier.DISK, time.monotonic() + _CLOSE_S)
         self._sessions.remove_expired()
 
-    def _give_up(self, parts: list[tuple[int, int]]) -> None:
+    def _give_up(self, parts: Parts) -> None:
         """A slab failed to sync: what it cannot keep is off the disk until it is spilled again (lock held)."""
         assert self._spiller is not None, "only a disk tier fails to sync"
         self._counters.add("failed_sync_parts", len(parts))
@@ -324,7 +325,7 @@ class TieredCache:
     def _drop_failed(self, parts: Sequence[tuple[int, int]], cause: Cause) -> None:
         """Take parts that failed their check off the disk; copies above, if any, are sound and stay."""
         with self._lock:
-            on_disk = [(r, g) for r, g in parts if self._table.slot[Tier.DISK, g, r] >= 0]
+            on_disk = Parts.of((r, g) for r, g in parts if self._table.slot[Tier.DISK, g, r] >= 0)
             if on_disk and self._spiller is not None:
                 self._spiller.drop(on_disk, cause)
 

@@ -15,7 +15,8 @@ from .config import Config
 from .errors import BadConfig, CorruptFormat, PathUnusable, TieredKVError
 from .machine import Sizes
 from .outcomes import Counters, RecoveryReport, Tier
-from .policy import Policy, make_policy
+from .plan import Parts
+from .policy import make_policy
 from .residency import Residency, Slots
 from .system import Fs, Lock
 from .table.journal import Journal
@@ -66,7 +67,7 @@ class Disk:
         self.trace = trace
         self._forget = forget
         self._failed: list[FailedPlace] = []
-        self.on_failed_sync: Callable[[list[tuple[int, int]]], None] = lambda _parts: None
+        self.on_failed_sync: Callable[[Parts], None] = lambda _parts: None
 
     @property
     def nbytes(self) -> int:
@@ -109,23 +110,17 @@ class Disk:
                 arena.reinstate(stride, place.chunks)
             self._failed.remove(place)
 
-    def _not_durable(self, part_nbytes: int, chunks: range) -> list[tuple[int, int]]:
+    def _not_durable(self, part_nbytes: int, chunks: range) -> Parts:
         """Parts put into these chunks since the last good sync; the chunks take nothing new (lock held)."""
         table, arena = self._state.table, self.resident.arena
         stride = part_nbytes + SLOT_HEADER_NBYTES
         per_chunk = arena.slots_per_chunk(stride)
         rows = table.live_rows()
-        lost = []
-        for group in range(table.num_groups):
-            slots = table.slot[Tier.DISK, group, rows]
-            inside = (slots >= chunks.start * per_chunk) & (slots < chunks.stop * per_chunk)
-            fresh = table.lsn[group, rows] > self.journal.durable_lsn
-            lost += [
-                (row, group)
-                for row in rows[inside & fresh].tolist()
-                if self.resident.stride_nbytes(row, group) == stride
-            ]
-        return lost
+        slots = table.slot[Tier.DISK][:, rows]
+        inside = (slots >= chunks.start * per_chunk) & (slots < chunks.stop * per_chunk)
+        groups, at = np.nonzero(inside & (table.lsn[:, rows] > self.journal.durable_lsn))
+        lost = Parts(rows[at], groups)
+        return lost[self.resident.strides_of(lost) == stride]
 
     def erase(self, until: float) -> bool:
         """After a removal: blank every slot that may hold old bytes, and leave no log or checkpoint of them."""
@@ -153,18 +148,13 @@ class Disk:
             records["digest"], records["group"], records["cause"] = table.digest[rows], groups, _REMOVED
             records["put_seq"] = table.put_seq[groups, rows]
             records["slot"] = table.slot[Tier.DISK, groups, rows]
-            strides = [
-                resident.stride_nbytes(row, group)
-                for row, group in zip(rows.tolist(), groups.tolist(), strict=True)
-            ]
+            slots, strides = records["slot"].astype(np.int64), resident.strides_of(Parts(rows, groups))
             np.add.at(table.moving, rows, 1)
 
             def applied(_lsn: int, named: npt.NDArray[np.int32]) -> None:
                 np.subtract.at(table.moving, rows, 1)
-                for row, slot, stride in zip(named.tolist(), records["slot"].tolist(), strides, strict=True):
-                    if row >= 0:
-                        resident.free(stride, np.array([slot], dtype=np.int64))
-                        resident.left(row, evicted=False)
+                resident.free_each(strides[named >= 0], slots[named >= 0])
+                resident.left(named[named >= 0], evicted=False)
                 table.free_if_empty(rows)
 
             def failed(_error: Exception) -> None:
@@ -280,7 +270,7 @@ def _resident(
     arena_nbytes = parts_nbytes * 3 // 4 if config.disk == "lmdb" else parts_nbytes
     arena = Arena(arena_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
     num_dropped = _claim_slots(state, arena, stride_on_disk)
-    policy: Policy[bytes] = make_policy(config.policy, max(arena_nbytes, arena.live_nbytes))
+    policy = make_policy(config.policy, max(arena_nbytes, arena.live_nbytes), state.table.keys_of)
     resident = Residency(Tier.DISK, state.table, arena, policy, stride_on_disk, _puncher(store, counters))
     resident.enter_all()
     _punch_unused(store, resident)

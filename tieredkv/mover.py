@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .block.hashing import keys_of
 from .block.layout import BlockLayout
 from .outcomes import Counters, Reason, Tier
 from .prefix import Segment
@@ -130,8 +129,7 @@ class Mover:
             wanted = blocks[missing[group, blocks]]
             if not len(wanted):
                 continue
-            keys = keys_of(self._table.digest[rows[wanted]])
-            slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(wanted), until, keys)
+            slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(wanted), until, rows[wanted])
             if len(slots) < len(wanted):
                 taken = min(taken, int(np.searchsorted(blocks, wanted[len(slots)])))
                 wanted = wanted[: len(slots)]
@@ -203,8 +201,7 @@ class Mover:
         takes = (coming.tiers == Tier.HOST) | (self._reads_off_until == 0.0)
         below = np.flatnonzero((coming.tiers != Tier.DEVICE) & takes)
         if len(below):
-            keys = keys_of(self._table.digest[rows[below]])
-            slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(below), until, keys)
+            slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(below), until, rows[below])
             coming.targets[below[: len(slots)]] = slots
         scratch, failures = self._bring(part_nbytes, group, coming, until)
         self._settle(group, coming, failures)

@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from .block.layout import BlockLayout
 from .outcomes import Tier
 from .table.block_table import BlockTable
+from .table.key_index import Rows
+
+Flags = npt.NDArray[np.bool_]
 
 
-def tail_in_tier(table: BlockTable, tier: Tier, row: int, skip: Container[int] = ()) -> int:
+@dataclass(frozen=True)
+class Parts:
+    """Parts of blocks: group `groups[i]` of block `rows[i]`, in an order that whoever made them says."""
+
+    rows: Rows
+    groups: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]]) -> Parts:
+        """From `(row, group)` pairs."""
+        both = np.array([*pairs], dtype=np.int64).reshape(-1, 2)
+        return cls(both[:, 0].astype(np.int32), both[:, 1])
+
+    @classmethod
+    def joined(cls, pieces: Iterable[Parts]) -> Parts:
+        each = [NO_PARTS, *pieces]
+        return cls(np.concatenate([p.rows for p in each]), np.concatenate([p.groups for p in each]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.rows.tolist(), self.groups.tolist(), strict=True)
+
+    def __getitem__(self, which: slice | Flags | npt.NDArray[np.int64]) -> Parts:
+        return Parts(self.rows[which], self.groups[which])
+
+
+NO_PARTS = Parts(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64))
+
+
+def held(table: BlockTable, rows: Rows) -> Flags:
+    """Which of these blocks are pinned or moving: not to be evicted, moved or overwritten."""
+    return (table.pins[rows] > 0) | (table.moving[rows] > 0)
+
+
+def tail_in_tier(table: BlockTable, tier: Tier, row: int, gone: Flags) -> int:
     """From a block that the policy named, down its chain to the last block with parts in `tier`.
 
-    Blocks in `skip` count as gone already.
+    Args:
+        gone: by row, those that count as gone already.
     """
     while True:
         below = next(
-            (c for c in table.children(row) if c not in skip and (table.slot[tier, :, c] >= 0).any()), -1
+            (c for c in table.children(row) if not gone[c] and (table.slot[tier, :, c] >= 0).any()), -1
         )
         if below < 0:
             return row
         row = below
+
+
+def num_leaving_whole(
+    table: BlockTable, layout_of: Callable[[int], BlockLayout], tier: Tier, rows: Rows, gone: Flags
+) -> int:
+    """How many of `rows`, from the first, can leave `tier` one after another, each with all its parts at once."""
+    layout = layout_of(int(rows[0]))
+    whole = ~held(table, rows) & ~gone[rows] & (table.namespace[rows] == table.namespace[rows[0]])
+    windows = np.flatnonzero(layout.num_window_blocks)
+    if windows.size:
+        loose = np.flatnonzero(table.slot[tier, windows][:, rows].max(axis=0) >= 0)
+        whole[loose] &= restorable(table, layout, rows[loose])
+    order = np.argsort(rows)
+    at, child = np.arange(len(rows)), table.first_child[rows]
+    while at.size:
+        at, child = at[child >= 0], child[child >= 0]
+        place = order.take(np.searchsorted(rows, child, sorter=order), mode="clip")
+        before = gone[child] | ((rows[place] == child) & (place < at))
+        whole[at[~before & (table.slot[tier][:, child].max(axis=0) >= 0)]] = False
+        child = table.next_sibling[child]
+    return int(np.argmin(np.append(whole, False)))
 
 
 def needs_window(table: BlockTable, row: int, num_blocks: int) -> bool:
@@ -57,11 +120,21 @@ def unneeded_window_parts(table: BlockTable, layout: BlockLayout, row: int) -> l
 
 def is_restorable(table: BlockTable, layout: BlockLayout, row: int) -> bool:
     """Is the boundary after `row` restorable as far as `row` and its window parts go?"""
+    return bool(restorable(table, layout, np.array([row], dtype=np.int32))[0])
+
+
+def restorable(table: BlockTable, layout: BlockLayout, rows: Rows) -> Flags:
+    """`is_restorable` of each."""
+    good = np.ones(len(rows), dtype=np.bool_)
     for group, need in enumerate(layout.num_window_blocks):
-        for above in table.ancestors(row, need or 1):
-            if not (table.slot[:, group, above] >= 0).any():
-                return False
-    return True
+        at, above = np.arange(len(rows)), rows
+        for _ in range(need or 1):
+            good[at[table.slot[:, group].take(above, axis=1).max(axis=0) < 0]] = False
+            above = table.parent[above]
+            at, above = at[above >= 0], above[above >= 0]
+            if not at.size:
+                break
+    return good
 
 
 def stranded(
@@ -108,7 +181,8 @@ def first_gap(table: BlockTable, layout: BlockLayout, row: int) -> int:
     return gaps[-1] if gaps else row
 
 
-def last_copies(table: BlockTable, tier: Tier, row: int, groups: Iterable[int]) -> list[int]:
-    """Of `groups`, those whose part lies in `tier` and nowhere else."""
+def last_copies(table: BlockTable, tier: Tier, parts: Parts) -> Flags:
+    """Which of these parts lie in `tier` or nowhere."""
     others = [t for t in Tier if t != tier]
-    return [g for g in groups if not bool(np.any(table.slot[others, g, row] >= 0))]
+    last: Flags = table.slot[others][:, parts.groups, parts.rows].max(axis=0) < 0
+    return last

@@ -10,6 +10,7 @@ from typing import Any
 from .disk import Disk
 from .errors import SessionError
 from .outcomes import Tier
+from .plan import Parts
 from .room import Room
 from .sessions import Sessions
 from .spiller import Cause, Spiller
@@ -106,7 +107,7 @@ class Remover:
             parts = [(row, group) for row in rows for group in range(table.num_groups)]
             for row in rows:
                 table.tokens.pop(row, None)
-            ticket = self._room.release(parts, Cause.REMOVED) if self._room is not None else None
+            ticket = self._room.release(Parts.of(parts), Cause.REMOVED) if self._room is not None else None
             table.forget_gone()
             for memory in self._memories.values():
                 memory.zero_free()

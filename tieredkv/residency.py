@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .block.hashing import keys_of
 from .outcomes import Tier
+from .plan import Flags, Parts, held
 from .policy import Policy
 from .table.block_table import BlockTable
 from .table.key_index import Rows
@@ -31,7 +31,7 @@ class Residency:
         tier: Tier,
         table: BlockTable,
         arena: Arena,
-        policy: Policy[bytes],
+        policy: Policy,
         stride_nbytes: Callable[[int, int], int],
         punch: Callable[[Sequence[tuple[int, int]]], None] = lambda _chunks: None,
     ) -> None:
@@ -50,24 +50,35 @@ class Residency:
         groups: list[int] = np.flatnonzero(self.table.slot[self.tier, :, row] >= 0).tolist()
         return groups
 
-    def nbytes_of(self, row: int) -> int:
-        """Bytes of the block's slots here."""
-        return sum(self._stride_nbytes(row, group) for group in self.groups_of(row))
+    def stride_nbytes(self, row: int, group: int) -> int:
+        """Bytes of a slot for this part."""
+        return self._stride_nbytes(row, group)
 
-    def _nbytes_of_each(self, rows: Rows) -> list[int]:
-        """`nbytes_of` for many rows; equal numbers are one object, since a policy keeps one for each block."""
-        here = self.table.slot[self.tier][:, rows] >= 0
+    def parts_of(self, rows: Rows) -> Parts:
+        """Every part of these blocks that lies here, block by block."""
+        at, groups = np.nonzero(self.table.slot[self.tier].take(rows, axis=1).T >= 0)
+        return Parts(rows[at], groups)
+
+    def strides_of(self, parts: Parts) -> npt.NDArray[np.int64]:
+        """Bytes of a slot for each part."""
+        kinds = self.table.namespace[parts.rows].astype(np.int64) * self.table.num_groups + parts.groups
+        strides = np.zeros(len(parts), dtype=np.int64)
+        for kind in np.unique(kinds).tolist():
+            mine = kinds == kind
+            first = int(np.argmax(mine))
+            strides[mine] = self._stride_nbytes(int(parts.rows[first]), int(parts.groups[first]))
+        return strides
+
+    def nbytes_of(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Bytes of each block's slots here."""
+        here = self.table.slot[self.tier].take(rows, axis=1) >= 0
         namespaces = self.table.namespace[rows]
         total = np.zeros(len(rows), dtype=np.int64)
-        for namespace in set(namespaces.tolist()):
+        for namespace in np.unique(namespaces).tolist():
             for group, mine in enumerate(here & (namespaces == namespace)):
                 if mine.any():
                     total[mine] += self._stride_nbytes(int(rows[np.argmax(mine)]), group)
-        distinct: dict[int, int] = {}
-        return [distinct.setdefault(nbytes, nbytes) for nbytes in total.tolist()]
-
-    def stride_nbytes(self, row: int, group: int) -> int:
-        return self._stride_nbytes(row, group)
+        return total
 
     def place(self, rows: Rows, group: int, slots: Slots) -> None:
         """The parts of `rows` lie in `slots` from now on. The slots are the caller's, allocated before."""
@@ -76,12 +87,10 @@ class Residency:
 
     def enter(self, rows: Rows) -> None:
         """Tell the policy of blocks that have a part here, new or one more; a chain's tail ages first."""
-        rows = rows[::-1]
-        for key, nbytes in zip(keys_of(self.table.digest[rows]), self._nbytes_of_each(rows), strict=True):
-            if key in self.policy:
-                self.policy.resize(key, nbytes)
-            else:
-                self.policy.insert(key, nbytes)
+        rows = _distinct(rows[::-1])
+        nbytes, known = self.nbytes_of(rows), self.policy.holds(rows)
+        self.policy.resize(rows[known], nbytes[known])
+        self.policy.insert(rows[~known], nbytes[~known])
 
     def enter_all(self) -> None:
         """After recovery: tell the policy of every block here, the oldest put first."""
@@ -91,70 +100,72 @@ class Residency:
         newest = np.where(here, table.put_seq[:, rows], 0).max(axis=0)
         order = np.argsort(newest, kind="stable")
         rows = rows[order[here.any(axis=0)[order]]]
-        for key, nbytes in zip(keys_of(table.digest[rows]), self._nbytes_of_each(rows), strict=True):
-            self.policy.insert(key, nbytes)
+        self.policy.insert(rows, self.nbytes_of(rows))
 
-    def leave(self, row: int, groups: Sequence[int], *, evicted: bool) -> None:
-        """Free the slots of the block's parts of `groups` here; `evicted` for want of space."""
-        for group in groups:
-            slot = int(self.table.slot[self.tier, group, row])
-            if slot >= 0:
-                self.table.slot[self.tier, group, row] = -1
-                self.free(self._stride_nbytes(row, group), np.array([slot], dtype=np.int64))
-        self.left(row, evicted=evicted)
+    def leave(self, parts: Parts, *, evicted: bool) -> None:
+        """Free the slots of these parts, as far as they are here; `evicted` for want of space."""
+        slots = self.table.slot[self.tier, parts.groups, parts.rows].astype(np.int64)
+        parts, slots = parts[slots >= 0], slots[slots >= 0]
+        self.table.slot[self.tier, parts.groups, parts.rows] = -1
+        self.free_each(self.strides_of(parts), slots)
+        self.left(parts.rows, evicted=evicted)
 
-    def tell(self, event: Event, parts: Sequence[tuple[int, int]]) -> None:
-        """Tell the trace what happened to `(row, group)` pairs, before any of the rows is freed."""
-        if parts and self.trace is not NO_TRACE:
-            rows, groups = np.array(parts, dtype=np.int64).T
-            self.trace.note(event, self.tier, rows, groups)
+    def tell(self, event: Event, parts: Parts) -> None:
+        """Tell the trace what happened to these parts, before any of the rows is freed."""
+        if len(parts) and self.trace is not NO_TRACE:
+            self.trace.note(event, self.tier, parts.rows, parts.groups)
 
-    def left(self, row: int, *, evicted: bool) -> None:
-        """Tell the policy that a block lost parts here."""
-        key = self.table.key_of(row)
-        if key not in self.policy:
-            return
-        nbytes = self.nbytes_of(row)
-        if nbytes:
-            self.policy.resize(key, nbytes)
-        elif evicted:
-            self.policy.evict(key)
-            self.num_evictions += 1
+    def left(self, rows: Rows, *, evicted: bool) -> None:
+        """Tell the policy that blocks lost parts here, in this order."""
+        rows = _distinct(rows)
+        rows = rows[self.policy.holds(rows)]
+        nbytes = self.nbytes_of(rows)
+        some = nbytes > 0
+        self.policy.resize(rows[some], nbytes[some])
+        if evicted:
+            self.policy.evict(rows[~some])
+            self.num_evictions += int((~some).sum())
         else:
-            self.policy.remove(key)
+            self.policy.remove(rows[~some])
 
     def free(self, stride_nbytes: int, slots: Slots) -> None:
         """Give back slots that no row names any more."""
         self.arena.free(stride_nbytes, slots)
 
+    def free_each(self, strides: npt.NDArray[np.int64], slots: Slots) -> None:
+        """`free` for slots of several sizes."""
+        for stride in np.unique(strides).tolist():
+            self.free(stride, slots[strides == stride])
+
     def touch(self, rows: Rows) -> None:
         """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first."""
-        here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
-        self.policy.touch(keys_of(self.table.digest[here[::-1]]))
+        self.policy.touch(self._here(rows)[::-1])
         if self.tier is Tier.DEVICE:  # every tier is told of a hit; the trace, once
             self.trace.note(Event.TOUCH, self.tier, rows)
 
     def settle(self, rows: Rows) -> None:
         """A chain's `rows`, head to tail, came in one by one: put them in order, which is no hit."""
-        here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
-        self.policy.reorder(keys_of(self.table.digest[here[::-1]]))
+        self.policy.reorder(self._here(rows)[::-1])
 
-    def victims(self, nbytes: int, incoming: Sequence[bytes]) -> list[int]:
-        """Rows that the policy would let go for `nbytes`, none of them pinned or moving; of lower rank first."""
-        table = self.table
-        fresh = [key for key in incoming if key not in self.policy]
-        held = (table.pins > 0) | (table.moving > 0)
-        rows: list[int] = []
+    def _here(self, rows: Rows) -> Rows:
+        here: Rows = rows[self.table.slot[self.tier].take(rows, axis=1).max(axis=0) >= 0]
+        return here
+
+    def victims(self, nbytes: int, incoming: Rows) -> Rows:
+        """Blocks that the policy would let go for `nbytes`, none pinned or moving; those of lower rank first."""
+        table, fresh = self.table, incoming[~self.policy.holds(incoming)]
+        chosen, gone = [np.zeros(0, dtype=np.int32)], np.zeros(len(table.rank), dtype=np.bool_)
         for rank in np.unique(table.rank).tolist() if table.rank.any() else [0]:
-            spared = set(keys_of(table.digest[held | (table.rank > rank)]))
-            keys = self.policy.victims(nbytes, spared.__contains__, fresh)
-            more = table.rows_of(keys).tolist() if keys else []
-            rows += more
-            nbytes -= sum(map(self.nbytes_of, more))
+
+            def stays(rows: Rows, rank: int = rank) -> Flags:
+                return held(table, rows) | gone[rows] | (table.rank[rows] > rank)
+
+            chosen.append(self.policy.victims(nbytes, stays, fresh))
+            nbytes -= int(self.nbytes_of(chosen[-1]).sum())
             if nbytes <= 0:
                 break
-            held[more] = True
-        return rows
+            gone[chosen[-1]] = True
+        return np.concatenate(chosen)
 
     def check(self) -> None:
         """Arena, policy and table tell the same story."""
@@ -163,5 +174,11 @@ class Residency:
         rows = self.table.live_rows()
         here = rows[(self.table.slot[self.tier][:, rows] >= 0).any(axis=0)]
         assert len(here) == len(self.policy), f"{self.tier.name}: {len(here)} blocks, {len(self.policy)} keys"
-        nbytes = sum(self.nbytes_of(row) for row in here.tolist())
+        nbytes = int(self.nbytes_of(here).sum())
         assert nbytes == self.policy.nbytes, f"{self.tier.name}: {nbytes} bytes, policy {self.policy.nbytes}"
+
+
+def _distinct(rows: Rows) -> Rows:
+    """Each once, where it stood first."""
+    _, first = np.unique(rows, return_index=True)
+    return rows if len(first) == len(rows) else rows[np.sort(first)]

@@ -9,24 +9,36 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from .block.layout import BlockLayout
 from .outcomes import Counters, Tier
-from .plan import first_gap, last_copies, leaving_groups, stranded, tail_in_tier
+from .plan import (
+    NO_PARTS,
+    Flags,
+    Parts,
+    first_gap,
+    held,
+    last_copies,
+    leaving_groups,
+    num_leaving_whole,
+    stranded,
+    tail_in_tier,
+)
 from .residency import Residency, Slots
-from .spiller import Cause, Parts, Spiller
+from .spiller import Cause, Spiller
 from .table.block_table import BlockTable
 from .table.journal import DONE, Ticket
 from .table.key_index import Rows
 from .table.trace import Event
 from .tier.slab_format import SLOT_HEADER_NBYTES
-from .tier.tensor import TensorTier
+from .tier.tensor import TensorTier, copy_slots
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
+_NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
+_FEW = 16
 
 
 class Room:
@@ -59,12 +71,12 @@ class Room:
             spiller.on_moved = self.look_again
 
     def reserve(
-        self, tier: Tier, part_nbytes: int, count: int, until: float, incoming: Sequence[bytes] = ()
+        self, tier: Tier, part_nbytes: int, count: int, until: float, incoming: Rows = _NO_ROWS
     ) -> Slots:
         """Up to `count` slots in `tier`, evicting for those that are not free; fewer at `until` (monotonic).
 
         Args:
-            incoming: keys of the blocks that the room is for, as the policy will see them inserted.
+            incoming: the blocks that the room is for, in the order in which the policy will see them inserted.
 
         Returns:
             int64 slots, the caller's until placed or freed.
@@ -80,9 +92,7 @@ class Room:
         finally:
             self._makers[tier].release()
 
-    def _make(
-        self, resident: Residency, stride: int, missing: int, until: float, incoming: Sequence[bytes]
-    ) -> Slots:
+    def _make(self, resident: Residency, stride: int, missing: int, until: float, incoming: Rows) -> Slots:
         pieces, freed = [_NO_SLOTS], 0
         while missing:
             self._surrender(resident, stride)
@@ -93,12 +103,12 @@ class Room:
                     break
                 # A chunk's worth left by policy and still no slot: the free space is in pools of other sizes.
                 scattered = freed >= resident.arena.chunk_span(stride)
-                leaving = self._choose_chunk(resident, stride) if scattered else []
+                leaving = self._choose_chunk(resident, stride) if scattered else NO_PARTS
                 leaving = leaving or self._choose(resident, missing * stride, incoming)
                 leaving = leaving or self._choose_chunk(resident, stride)
             if not leaving and not self._await_spill(resident, until):
                 break
-            freed = 0 if scattered else freed + self._bytes(resident, leaving)
+            freed = 0 if scattered else freed + int(resident.strides_of(leaving).sum())
             self._let_go(resident, leaving, until)
         return np.concatenate(pieces)
 
@@ -130,8 +140,8 @@ class Room:
                 # the window parts that everything else needs.
                 excess = resident.arena.live_nbytes - resident.arena.budget_nbytes
                 step = max(excess, resident.arena.chunk_nbytes // 8)
-                leaving = self._choose(resident, step, ()) if over else []
-                leaving = leaving or (self._choose_chunk(resident, 0) if over else [])
+                leaving = self._choose(resident, step, _NO_ROWS) if over else NO_PARTS
+                leaving = leaving or (self._choose_chunk(resident, 0) if over else NO_PARTS)
             if not leaving:
                 break
             self._let_go(resident, leaving, until)
@@ -139,47 +149,62 @@ class Room:
         with self._lock:
             resident.policy.capacity_nbytes = max(resident.arena.budget_nbytes, resident.policy.nbytes)
 
-    def _bytes(self, resident: Residency, parts: Parts) -> int:
-        return sum(resident.stride_nbytes(row, group) for row, group in parts)
-
     # ---- who -----------------------------------------------------------------------------------
 
-    def _choose(self, resident: Residency, nbytes: int, incoming: Sequence[bytes]) -> Parts:
+    def _choose(self, resident: Residency, nbytes: int, incoming: Rows) -> Parts:
         """Parts that go next, at the tails of the chains that the policy names; now moving (lock held).
 
         Where the tails of the first victims are all held, more victims are asked for.
         """
-        asked, leaving = nbytes, Parts()
+        asked, leaving = nbytes, NO_PARTS
         while not leaving:
             leaving = self._tails(resident, nbytes, resident.victims(asked, incoming))
             if asked >= resident.policy.nbytes:
                 break
             asked *= 4
-        self._start_moves({row for row, _ in leaving})
+        self._start_moves(leaving)
         return leaving
 
-    def _tails(self, resident: Residency, nbytes: int, victims: Sequence[int]) -> Parts:
-        """Parts of the named chains, tails first; a block above a tail goes only after all of the tail."""
-        table, leaving, gone, got = self._table, Parts(), set[int](), 0
+    def _tails(self, resident: Residency, nbytes: int, victims: Rows) -> Parts:
+        """Parts of the named chains, tails first; a block above a tail goes only after all of the tail.
+
+        Mostly the policy names tails before what lies above them: as far as it does, they are taken together.
+        """
+        table, pieces, got = self._table, list[Parts](), 0
+        gone = np.zeros(len(table.namespace), dtype=np.bool_)
         begun: dict[int, list[int]] = {}  # tails that give up some parts, and which
-        for row in victims:
-            while row in gone:  # a block above it was named before: its chain goes on upward
-                row = int(table.parent[row])
-            tail = tail_in_tier(table, resident.tier, row, gone) if row >= 0 else -1
-            if tail < 0 or table.is_held(tail):
-                continue
-            left = [g for g in resident.groups_of(tail) if g not in begun.get(tail, ())]
-            first = tail not in begun
-            groups = leaving_groups(table, self._layout_of(tail), tail, left) if first else left
-            if groups == left:
-                gone.add(tail)
+        at, step = 0, _FEW
+        while at < len(victims) and got < nbytes:
+            rows = victims[at : at + step]
+            rows = rows[: num_leaving_whole(table, self._layout_of, resident.tier, rows, gone)]
+            if len(rows):
+                enough = np.searchsorted(np.cumsum(resident.nbytes_of(rows)), nbytes - got) + 1
+                rows = rows[: int(enough)]
+                gone[rows] = True
+                pieces.append(resident.parts_of(rows))
+                at, step = at + len(rows), 2 * step
             else:
-                begun[tail] = groups
-            leaving += [(tail, group) for group in groups]
-            got += sum(resident.stride_nbytes(tail, group) for group in groups)
-            if got >= nbytes:
-                break
-        return leaving
+                pieces.append(self._tail(resident, int(victims[at]), gone, begun))
+                at, step = at + 1, _FEW
+            got += int(resident.strides_of(pieces[-1]).sum())
+        return Parts.joined(pieces)
+
+    def _tail(self, resident: Residency, row: int, gone: Flags, begun: dict[int, list[int]]) -> Parts:
+        """What leaves next for the sake of one victim: at the tail of its chain, unless that is held."""
+        table = self._table
+        while row >= 0 and gone[row]:  # a block above it was named before: its chain goes on upward
+            row = int(table.parent[row])
+        tail = tail_in_tier(table, resident.tier, row, gone) if row >= 0 else -1
+        if tail < 0 or table.is_held(tail):
+            return NO_PARTS
+        left = [g for g in resident.groups_of(tail) if g not in begun.get(tail, ())]
+        first = tail not in begun
+        groups = leaving_groups(table, self._layout_of(tail), tail, left) if first else left
+        if groups == left:
+            gone[tail] = True
+        else:
+            begun[tail] = groups
+        return Parts.of((tail, group) for group in groups)
 
     def _choose_chunk(self, resident: Residency, stride: int) -> Parts:
         """All parts in the sparsest chunk of another size that holds none held; now moving (lock held)."""
@@ -187,27 +212,24 @@ class Room:
         while (found := resident.arena.sparsest_chunk(stride, skipped)) is not None:
             other, chunk, slots = found
             parts = self._parts_in(resident, other, slots)
-            if parts and not any(self._table.is_held(row) for row, _ in parts):
-                self._start_moves({row for row, _ in parts})
+            if parts and not held(self._table, parts.rows).any():
+                self._start_moves(parts)
                 return parts
             skipped.add((other, chunk))
-        return []
+        return NO_PARTS
 
     def _parts_in(self, resident: Residency, stride: int, slots: Slots) -> Parts:
-        table, parts = self._table, Parts()
+        table = self._table
         rows = table.live_rows()
-        for group in range(table.num_groups):
-            here = rows[np.isin(table.slot[resident.tier, group, rows], slots)]
-            parts += [(row, group) for row in here.tolist() if resident.stride_nbytes(row, group) == stride]
-        return parts
+        groups, at = np.nonzero(np.isin(table.slot[resident.tier][:, rows], slots))
+        parts = Parts(rows[at], groups)
+        return parts[resident.strides_of(parts) == stride]
 
-    def _start_moves(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self._table.moving[row] += 1
+    def _start_moves(self, parts: Parts) -> None:
+        self._table.moving[np.unique(parts.rows)] += 1
 
-    def _end_moves(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            self._table.moving[row] -= 1
+    def _end_moves(self, parts: Parts) -> None:
+        self._table.moving[np.unique(parts.rows)] -= 1
         self._lock.notify_all()
 
     # ---- where to ------------------------------------------------------------------------------
@@ -220,7 +242,7 @@ class Room:
         if resident.tier is Tier.DEVICE and Tier.HOST in self._residents:
             self._demote(leaving, until)
         with self._lock:
-            homeless = [p for p in leaving if last_copies(self._table, resident.tier, p[0], [p[1]])]
+            homeless = leaving[last_copies(self._table, resident.tier, leaving)]
         if homeless and self._spiller is not None:
             self._spiller.spill_now(homeless, until)
         with self._lock:
@@ -228,65 +250,56 @@ class Room:
 
     def _demote(self, leaving: Parts, until: float) -> None:
         """Copy to HOST what is not there yet, as far as HOST takes it."""
+        table, device, host = self._table, self._memories[Tier.DEVICE], self._memories[Tier.HOST]
         with self._lock:
-            wanted = [p for p in leaving if self._table.slot[Tier.HOST, p[1], p[0]] < 0]
-        for part_nbytes, parts in self._by_size(wanted).items():
-            keys = [self._table.key_of(row) for row, _ in parts]
-            slots = self.reserve(Tier.HOST, part_nbytes, len(parts), until, keys)
-            for (row, group), slot in zip(parts, slots.tolist(), strict=False):
-                source = int(self._table.slot[Tier.DEVICE, group, row])
-                self._memories[Tier.DEVICE].stream.copy(
-                    self._memories[Tier.HOST].parts(part_nbytes, slot, 1),
-                    self._memories[Tier.DEVICE].parts(part_nbytes, source, 1),
-                )
-            await_copies(self._memories[Tier.DEVICE], self._deadline_s, self._counters)
+            wanted = leaving[table.slot[Tier.HOST, leaving.groups, leaving.rows] < 0]
+            strides = self._residents[Tier.DEVICE].strides_of(wanted)
+        for part_nbytes in np.unique(strides).tolist():
+            parts = wanted[strides == part_nbytes]
+            slots = self.reserve(Tier.HOST, part_nbytes, len(parts), until, parts.rows)
+            parts = parts[: len(slots)]
             with self._lock:
-                for (row, group), slot in zip(parts, slots.tolist(), strict=False):
-                    self._residents[Tier.HOST].place(_one(row), group, np.array([slot]))
-                self._residents[Tier.HOST].tell(Event.DEMOTE, parts[: len(slots)])
-
-    def _by_size(self, parts: Parts) -> dict[int, Parts]:
-        sizes: dict[int, Parts] = {}
-        for row, group in parts:
-            sizes.setdefault(self._layout_of(row).part_nbytes[group], []).append((row, group))
-        return sizes
+                sources = table.slot[Tier.DEVICE, parts.groups, parts.rows].astype(np.int64)
+            copy_slots(device.stream, part_nbytes, device, sources, host, slots)
+            await_copies(device, self._deadline_s, self._counters)
+            with self._lock:
+                for group in np.unique(parts.groups).tolist():
+                    mine = np.flatnonzero(parts.groups == group)[::-1]  # tails came first
+                    self._residents[Tier.HOST].place(parts.rows[mine], group, slots[mine])
+                self._residents[Tier.HOST].tell(Event.DEMOTE, parts)
 
     def _leave_memory(self, resident: Residency, leaving: Parts) -> None:
-        by_row: dict[int, list[int]] = {}
-        for row, group in leaving:
-            by_row.setdefault(row, []).append(group)
-        self._end_moves(by_row)
-        lost: list[int] = []
-        gone = Parts()
-        for row, groups in by_row.items():
-            # Pinned or being spilled since it was chosen: it stays.
-            if self._table.is_held(row):
-                continue
-            if last_copies(self._table, resident.tier, row, groups):
-                lost.append(row)
-            resident.leave(row, groups, evicted=True)
-            gone += [(row, group) for group in groups]
-        resident.tell(Event.EVICT, gone)
-        if lost:
-            self._counters.add("dropped_blocks", len(lost))
-            self.drop_stranded(lost)
-        self._table.free_if_empty(np.fromiter(by_row, dtype=np.int32))
+        self._end_moves(leaving)
+        # Pinned or being spilled since it was chosen: it stays.
+        leaving = leaving[~held(self._table, leaving.rows)]
+        lost = leaving.rows[last_copies(self._table, resident.tier, leaving)]
+        resident.leave(leaving, evicted=True)
+        resident.tell(Event.EVICT, leaving)
+        self._drop_lost(lost)
+        self._table.free_if_empty(leaving.rows)
 
     def _leave_disk(self, leaving: Parts, until: float) -> None:
         assert self._spiller is not None, "only a cache with a disk tier evicts from it"
-        table, rows = self._table, np.unique(np.array([row for row, _ in leaving], dtype=np.int32))
+        table, rows = self._table, np.unique(leaving.rows)
         with self._lock:
             table.uses[rows] += 1  # until it is known what hangs on them
             ticket = self._spiller.drop(leaving, Cause.EVICTED)
-            self._end_moves(rows.tolist())
+            self._end_moves(leaving)
         ticket.wait(_left(until))
         with self._lock:
-            lost = {row for row, group in leaving if (table.slot[:, group, row] < 0).all()}
-            self._counters.add("dropped_blocks", len(lost))
-            ticket = self.drop_stranded(lost)
+            ticket = self._drop_lost(
+                leaving.rows[table.slot[:, leaving.groups, leaving.rows].max(axis=0) < 0]
+            )
             table.uses[rows] -= 1
             table.free_if_empty(rows)
         ticket.wait(_left(until))
+
+    def _drop_lost(self, rows: Rows) -> Ticket:
+        """Blocks that lost a last copy, in the order in which they lost it (lock held)."""
+        lost = list(dict.fromkeys(rows.tolist()))
+        if lost:
+            self._counters.add("dropped_blocks", len(lost))
+        return self.drop_stranded(lost) if lost else DONE
 
     # ---- what goes with it ---------------------------------------------------------------------
 
@@ -297,7 +310,9 @@ class Room:
         self._held_up.update((row, table.key_of(row)) for row in held)
         if rows:
             self._counters.add("stranded_blocks", len(rows))
-        return self.release([(r, g) for r in rows for g in range(table.num_groups)], Cause.EVICTED)
+        groups = np.arange(table.num_groups)
+        parts = Parts(np.repeat(np.array(rows, dtype=np.int32), len(groups)), np.tile(groups, len(rows)))
+        return self.release(parts, Cause.EVICTED)
 
     def look_again(self) -> None:
         """Blocks that should have gone while they were held go when free, if nobody needs them (lock held)."""
@@ -315,17 +330,17 @@ class Room:
             Done when the disk's slots are free.
         """
         table = self._table
-        free = [(r, g) for r, g in parts if not table.is_held(r)]
-        on_disk = [(r, g) for r, g in free if table.slot[Tier.DISK, g, r] >= 0]
+        free = parts[~held(table, parts.rows)]
+        on_disk = free[table.slot[Tier.DISK, free.groups, free.rows] >= 0]
         for tier, resident in self._residents.items():
-            here = [(r, g) for r, g in free if tier is not Tier.DISK and table.slot[tier, g, r] >= 0]
-            for row, group in here:
-                resident.leave(row, [group], evicted=cause is Cause.EVICTED)
-            resident.tell(Event.EVICT if cause is Cause.EVICTED else Event.LEAVE, here)
+            if tier is not Tier.DISK:
+                here = free[table.slot[tier, free.groups, free.rows] >= 0]
+                resident.leave(here, evicted=cause is Cause.EVICTED)
+                resident.tell(Event.EVICT if cause is Cause.EVICTED else Event.LEAVE, here)
         ticket: Ticket = DONE
         if on_disk and self._spiller is not None:
             ticket = self._spiller.drop(on_disk, cause)
-        table.free_if_empty(np.unique(np.array([r for r, _ in free], dtype=np.int32)))
+        table.free_if_empty(free.rows)
         return ticket
 
 
@@ -338,8 +353,3 @@ def await_copies(device: TensorTier, deadline_s: float, counters: Counters) -> N
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
-
-
-def _one(row: int) -> Rows:
-    rows: npt.NDArray[np.int32] = np.array([row], dtype=np.int32)
-    return rows

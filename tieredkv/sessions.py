@@ -17,7 +17,7 @@ from .block.hashing import DIGEST_NBYTES, Digests, Tokens, as_tokens, chain
 from .errors import BadInput, SessionError
 from .namespace import Namespace
 from .outcomes import Stored
-from .plan import unneeded_window_parts
+from .plan import Parts, unneeded_window_parts
 from .room import Room
 from .session_file import SessionFile, write_session
 from .spiller import Cause
@@ -439,7 +439,7 @@ class Sessions:
             return
         parts = [part for end in ends for part in unneeded_window_parts(self._table, namespace.layout, end)]
         if parts:
-            room.release(list(dict.fromkeys(parts)), Cause.RELEASED)
+            room.release(Parts.of(dict.fromkeys(parts)), Cause.RELEASED)
 
     def _count_down(self, hold: _Hold) -> Rows:
         """Returns the rows at whose ends the anchors are, -1 where one is not here."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from .block.hashing import Digests
 from .block.layout import BlockLayout
 from .outcomes import Counters, Tier
+from .plan import Parts
 from .residency import Residency, Slots
 from .table.block_table import BlockTable
 from .table.journal import Journal, Ticket
@@ -35,9 +36,6 @@ _BATCH_NBYTES = 64 * MiB
 _QUEUE_NBYTES = 256 * MiB
 _NUM_WORKERS = 3
 _RETRY_S = 1.0
-
-Parts = list[tuple[int, int]]
-"""`(row, group)` pairs."""
 
 
 class Cause(IntEnum):
@@ -159,9 +157,7 @@ class Spiller:
 
         `all_of_them` is for a flush, which asks for what was let be, and waits.
         """
-        nbytes = sum(
-            self._resident.stride_nbytes(r, g) for r, g in zip(rows.tolist(), groups.tolist(), strict=True)
-        )
+        nbytes = int(self._resident.strides_of(Parts(rows, groups)).sum())
         wanted = _Wanted(self._table.digest[rows], groups, nbytes, Spilling())
         with self._wake:
             is_full = self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue and not all_of_them
@@ -177,9 +173,7 @@ class Spiller:
     def spill_now(self, parts: Parts, until: float) -> None:
         """Spill these parts before all others, and wait at most to `until` for them to be committed."""
         with self._lock:
-            rows = np.array([row for row, _ in parts], dtype=np.int32)
-            groups = np.array([group for _, group in parts], dtype=np.int64)
-            wanted = _Wanted(self._table.digest[rows], groups, 0, Spilling())
+            wanted = _Wanted(self._table.digest[parts.rows], parts.groups, 0, Spilling())
         if self.is_off:
             return
         with self._wake:
@@ -195,28 +189,24 @@ class Spiller:
 
     def drop(self, parts: Parts, cause: Cause) -> Ticket:
         """Log that these parts leave the disk (lock held). Their slots are free once that is applied."""
-        table = self._table
+        table, rows, groups = self._table, parts.rows, parts.groups
         records = np.zeros(len(parts), dtype=DROP_DTYPE)
-        rows = np.array([row for row, _ in parts], dtype=np.int32)
-        groups = np.array([group for _, group in parts], dtype=np.int64)
         records["digest"] = table.digest[rows]
         records["put_seq"] = table.put_seq[groups, rows]
-        records["slot"] = table.slot[Tier.DISK, groups, rows]
+        records["slot"] = slots = table.slot[Tier.DISK, groups, rows].astype(np.int64)
         records["group"], records["cause"] = groups, cause
-        strides = [self._resident.stride_nbytes(row, group) for row, group in parts]
+        strides = self._resident.strides_of(parts)
         np.add.at(table.moving, rows, 1)
         table.leaving[groups, rows] = True
 
         def applied(_lsn: int, named: Rows) -> None:
             np.subtract.at(table.moving, rows, 1)
-            for row, now, slot, stride in zip(
-                rows.tolist(), named.tolist(), records["slot"].tolist(), strides, strict=True
-            ):
-                if now >= 0:
-                    self._resident.free(stride, np.array([slot], dtype=np.int64))
-                    self._resident.left(row, evicted=cause == Cause.EVICTED)
-            gone, event = named >= 0, Event.EVICT if cause == Cause.EVICTED else Event.LEAVE
-            self._resident.trace.note(event, Tier.DISK, rows[gone], groups[gone])
+            gone, evicted = named >= 0, cause == Cause.EVICTED
+            self._resident.free_each(strides[gone], slots[gone])
+            self._resident.left(rows[gone], evicted=evicted)
+            self._resident.trace.note(
+                Event.EVICT if evicted else Event.LEAVE, Tier.DISK, rows[gone], groups[gone]
+            )
             table.free_if_empty(rows)
 
         def failed(_error: Exception) -> None:
@@ -281,7 +271,7 @@ class Spiller:
 
     def _take(self, wanted: _Wanted) -> list[tuple[int, Rows, npt.NDArray[np.int64]]]:
         """Mark what is still to be spilled as moving, by part size. What is on its way already is waited for."""
-        by_size: dict[int, Parts] = {}
+        by_size: dict[int, list[tuple[int, int]]] = {}
         with self._lock:
             rows = self._table.find(wanted.digests)
             on_disk = self._table.on_disk(rows)

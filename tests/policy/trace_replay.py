@@ -3,28 +3,97 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from tieredkv.policy import Policy
+import numpy as np
+
+from tieredkv.policy import Policy, make_policy
+from tieredkv.policy.base import Numbers
 
 
 def never(key: object) -> bool:
     return False
 
 
-def request(policy: Policy[int], x: int, page_nbytes: int = 1) -> bool:
+def numbers_of(keys: Iterable[int]) -> Numbers:
+    return np.array([*keys], dtype=np.int32)
+
+
+def keys_of(numbers: Numbers) -> list[int]:
+    """Here a number is its own key."""
+    return numbers.tolist()
+
+
+class Pages:
+    """A policy whose residents are pages by their own numbers, one at a time or in lists."""
+
+    def __init__(self, policy: str | Policy, capacity_nbytes: int = 0) -> None:
+        self.policy = make_policy(policy, capacity_nbytes, keys_of) if isinstance(policy, str) else policy
+
+    def __contains__(self, key: int) -> bool:
+        return bool(self.policy.holds(numbers_of([key]))[0])
+
+    def __len__(self) -> int:
+        return len(self.policy)
+
+    @property
+    def nbytes(self) -> int:
+        return self.policy.nbytes
+
+    @property
+    def capacity_nbytes(self) -> int:
+        return self.policy.capacity_nbytes
+
+    @capacity_nbytes.setter
+    def capacity_nbytes(self, nbytes: int) -> None:
+        self.policy.capacity_nbytes = nbytes
+
+    def touch(self, keys: Iterable[int]) -> None:
+        self.policy.touch(numbers_of(keys))
+
+    def reorder(self, keys: Iterable[int]) -> None:
+        self.policy.reorder(numbers_of(keys))
+
+    def insert(self, key: int, nbytes: int) -> None:
+        self.policy.insert(numbers_of([key]), np.array([nbytes]))
+
+    def insert_all(self, sizes: dict[int, int]) -> None:
+        self.policy.insert(numbers_of(sizes), np.array([*sizes.values()], dtype=np.int64))
+
+    def resize(self, key: int, nbytes: int) -> None:
+        self.policy.resize(numbers_of([key]), np.array([nbytes]))
+
+    def victims(
+        self, nbytes: int, pinned: Callable[[int], bool] = never, incoming: Iterable[int] = ()
+    ) -> list[int]:
+        def held(numbers: Numbers) -> np.ndarray:
+            return np.array([pinned(key) for key in numbers.tolist()], dtype=np.bool_)
+
+        return self.policy.victims(nbytes, held, numbers_of(incoming)).tolist()
+
+    def evict(self, *keys: int) -> None:
+        self.policy.evict(numbers_of(keys))
+
+    def remove(self, *keys: int) -> None:
+        self.policy.remove(numbers_of(keys))
+
+    def check(self) -> None:
+        self.policy.check()
+
+
+def request(policy: Pages, x: int, page_nbytes: int = 1) -> bool:
     """One reference; whether it was a hit."""
     if x in policy:
         policy.touch((x,))
         return True
     missing = policy.nbytes + page_nbytes - policy.capacity_nbytes
-    for victim in policy.victims(missing, never, (x,)):
-        policy.evict(victim)
+    if missing > 0:
+        policy.evict(*policy.victims(missing, never, (x,)))
     policy.insert(x, page_nbytes)
     return False
 
 
-def count_hits(policy: Policy[int], references: Iterable[int]) -> int:
+def count_hits(policy: Pages, references: Iterable[int]) -> int:
     return sum(request(policy, x) for x in references)
 
 

@@ -13,7 +13,8 @@ paper to the page. It departs from it where the paper has no answer:
 - Batches. `victims` plays Figure 4 through for each incoming key in turn, each with an equal share of the
   room, so that new keys count toward T1 before the next victim is chosen: else a long new prompt would empty
   T2. The later inserts of a batch measure their δ with all of its evictions done.
-- Pins. A pinned resident is passed over. Where a list has nothing left to give, the other one gives.
+- Keys. A resident is a number, which another takes over once it has left; a ghost is its key.
+- Pins. A resident that is held is passed over. Where a list has nothing left to give, the other one gives.
 - Free room. REPLACE runs when the caller needs room, not when the lists are full, since blocks also leave by
   `remove` and by eviction ahead of need.
 """
@@ -21,11 +22,17 @@ paper to the page. It departs from it where the paper has no answer:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import filterfalse
-from typing import Generic
+from collections.abc import Hashable, Iterator
+from itertools import islice
+from typing import Generic, TypeVar
 
-from .base import K
+import numpy as np
+import numpy.typing as npt
+
+from .base import Held, KeysOf, Numbers
+
+K = TypeVar("K", bound=Hashable)
+_LOOK = 64
 
 
 class _List(Generic[K]):
@@ -57,16 +64,17 @@ class _List(Generic[K]):
         assert all(nbytes > 0 for nbytes in self.sizes.values()), f"{name} has a key without bytes"
 
 
-class ARC(Generic[K]):
+class ARC:
     """Recency and frequency share the tier, and p learns how. See `Policy` for the contract of each verb."""
 
-    def __init__(self, capacity_nbytes: int) -> None:
+    def __init__(self, capacity_nbytes: int, keys_of: KeysOf) -> None:
+        self._keys_of = keys_of
         self._c = capacity_nbytes
         self._p = 0.0
-        self._t1: _List[K] = _List()
-        self._t2: _List[K] = _List()
-        self._b1: _List[K] = _List()
-        self._b2: _List[K] = _List()
+        self._t1: _List[int] = _List()
+        self._t2: _List[int] = _List()
+        self._b1: _List[Hashable] = _List()
+        self._b2: _List[Hashable] = _List()
         # Bytes of B1 and B2 that came from evictions since the last insert.
         self._new_b1 = self._new_b2 = 0
 
@@ -89,55 +97,61 @@ class ARC(Generic[K]):
         """p: how many bytes T1 should have."""
         return self._p
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._t1.sizes or key in self._t2.sizes
-
     def __len__(self) -> int:
         return len(self._t1.sizes) + len(self._t2.sizes)
 
-    def touch(self, keys: Iterable[K]) -> None:
+    def holds(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        there = [number in self._t1.sizes or number in self._t2.sizes for number in numbers.tolist()]
+        return np.array(there, dtype=np.bool_)
+
+    def touch(self, numbers: Numbers) -> None:
         # Case I: x in T1 ∪ T2. Move x to the MRU end of T2.
         t1, t2 = self._t1, self._t2
-        for x in keys:
+        for x in numbers.tolist():
             if x in t1.sizes:
                 t2.push(x, t1.pop(x))
             else:
                 t2.sizes.move_to_end(x)
 
-    def reorder(self, keys: Iterable[K]) -> None:
-        for key in keys:
-            self._home(key).sizes.move_to_end(key)
+    def reorder(self, numbers: Numbers) -> None:
+        for x in numbers.tolist():
+            self._home(x).sizes.move_to_end(x)
 
-    def insert(self, key: K, nbytes: int) -> None:
-        assert nbytes > 0 and key not in self, f"insert {key!r}, {nbytes} bytes, resident {key in self}"
+    def insert(self, numbers: Numbers, nbytes: npt.NDArray[np.int64]) -> None:
+        assert (nbytes > 0).all() and not self.holds(numbers).any(), f"insert {numbers}, {nbytes} bytes"
+        for x, key, size in zip(numbers.tolist(), self._keys_of(numbers), nbytes.tolist(), strict=True):
+            self._insert(x, key, size)
+
+    def _insert(self, x: int, key: Hashable, nbytes: int) -> None:
         b1, b2 = self._b1, self._b2
         if key in b1.sizes or key in b2.sizes:
             # Cases II and III: x in B1 ∪ B2. Adapt p, then move x to the MRU end of T2.
             self._p = self._adapted(self._p, key, b1.nbytes - self._new_b1, b2.nbytes - self._new_b2)
             (b1 if key in b1.sizes else b2).pop(key)
-            self._t2.push(key, nbytes)
+            self._t2.push(x, nbytes)
         else:
             # Case IV: x is new. Move it to the MRU end of T1.
-            self._t1.push(key, nbytes)
+            self._t1.push(x, nbytes)
         self._new_b1 = self._new_b2 = 0
         self._trim()
         assert self.nbytes <= self._c, f"{self.nbytes} bytes in {self._c}"
 
-    def resize(self, key: K, nbytes: int) -> None:
-        assert nbytes > 0, f"{key!r} resized to {nbytes} bytes"
-        home = self._home(key)
-        home.nbytes += nbytes - home.sizes[key]
-        home.sizes[key] = nbytes
+    def resize(self, numbers: Numbers, nbytes: npt.NDArray[np.int64]) -> None:
+        assert (nbytes > 0).all(), f"{numbers} resized to {nbytes} bytes"
+        for x, size in zip(numbers.tolist(), nbytes.tolist(), strict=True):
+            home = self._home(x)
+            home.nbytes += size - home.sizes[x]
+            home.sizes[x] = size
         self._trim()
 
-    def victims(self, nbytes: int, pinned: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K]:
+    def victims(self, nbytes: int, held: Held, incoming: Numbers) -> Numbers:
         if nbytes <= 0:
-            return []
-        replace = _Replace(self._t1, self._t2, pinned)
+            return np.empty(0, np.int32)
+        replace = _Replace(self._t1, self._t2, held)
         p, b1, b2 = self._p, self._b1.nbytes, self._b2.nbytes
         free = max(self._c - self.nbytes, 0)
         filled = 0
-        for number, x in enumerate(incoming, start=1):
+        for number, x in enumerate(self._keys_of(incoming), start=1):
             share = (nbytes + free) * number // len(incoming) - filled
             filled += share
             p = self._adapted(p, x, b1, b2)
@@ -147,40 +161,42 @@ class ARC(Generic[K]):
             if x not in self._b1.sizes and x not in self._b2.sizes:
                 replace.t1_nbytes += share
         replace.until(nbytes, p, False)
-        return replace.chosen
+        return np.array(replace.chosen, np.int32)
 
-    def evict(self, key: K) -> None:
-        if key in self._t1.sizes:
-            nbytes = self._t1.pop(key)
-            self._b1.push(key, nbytes)
-            self._new_b1 += nbytes
-        else:
-            nbytes = self._t2.pop(key)
-            self._b2.push(key, nbytes)
-            self._new_b2 += nbytes
+    def evict(self, numbers: Numbers) -> None:
+        for x, key in zip(numbers.tolist(), self._keys_of(numbers), strict=True):
+            if x in self._t1.sizes:
+                nbytes = self._t1.pop(x)
+                self._b1.push(key, nbytes)
+                self._new_b1 += nbytes
+            else:
+                nbytes = self._t2.pop(x)
+                self._b2.push(key, nbytes)
+                self._new_b2 += nbytes
         self._trim()
 
-    def remove(self, key: K) -> None:
-        for keys in (self._t1, self._t2, self._b1, self._b2):
-            if key in keys.sizes:
-                keys.pop(key)
+    def remove(self, numbers: Numbers) -> None:
+        for x in numbers.tolist():
+            self._home(x).pop(x)
 
     def check(self) -> None:
-        lists = {"T1": self._t1, "T2": self._t2, "B1": self._b1, "B2": self._b2}
-        for name, keys in lists.items():
-            keys.check(name)
-        num_keys = sum(len(keys.sizes) for keys in lists.values())
-        num_distinct = len(set().union(*(keys.sizes for keys in lists.values())))
-        assert num_keys == num_distinct, f"{num_keys} places for {num_distinct} keys"
+        self._t1.check("T1")
+        self._t2.check("T2")
+        self._b1.check("B1")
+        self._b2.check("B2")
+        residents = np.array([*self._t1.sizes, *self._t2.sizes], np.int32)
+        keys_of_all = [*self._keys_of(residents), *self._b1.sizes, *self._b2.sizes]
+        num_distinct = len(set(keys_of_all))
+        assert len(keys_of_all) == num_distinct, f"{len(keys_of_all)} places for {num_distinct} keys"
         l1, l2 = self._t1.nbytes + self._b1.nbytes, self._t2.nbytes + self._b2.nbytes
         assert l1 <= self._c or not self._b1.sizes, f"|L1| = {l1} > c = {self._c}, with ghosts in B1"
         assert l1 + l2 <= 2 * self._c or not self._b2.sizes, f"|L1| + |L2| = {l1 + l2} > 2c = {2 * self._c}"
         assert 0 <= self._p <= self._c, f"p = {self._p} with c = {self._c}"
 
-    def _home(self, key: K) -> _List[K]:
-        return self._t1 if key in self._t1.sizes else self._t2
+    def _home(self, x: int) -> _List[int]:
+        return self._t1 if x in self._t1.sizes else self._t2
 
-    def _adapted(self, p: float, x: K, b1: int, b2: int) -> float:
+    def _adapted(self, p: float, x: Hashable, b1: int, b2: int) -> float:
         """p after a miss on x; b1 and b2 are |B1| and |B2| as the miss found them, x in them."""
         if x in self._b1.sizes:  # Case II: p = min(p + δ1, c), δ1 = max(1, |B2| / |B1|)
             nbytes = self._b1.sizes[x]
@@ -199,18 +215,17 @@ class ARC(Generic[K]):
             b2.pop_lru()
 
 
-class _Replace(Generic[K]):
+class _Replace:
     """The paper's REPLACE, again and again, on lists that it leaves as they are."""
 
-    def __init__(self, t1: _List[K], t2: _List[K], pinned: Callable[[K], bool]) -> None:
-        self.chosen: list[K] = []
+    def __init__(self, t1: _List[int], t2: _List[int], held: Held) -> None:
+        self.chosen: list[int] = []
         self.t1_nbytes = t1.nbytes
         self._nbytes = 0
         self._sizes1, self._sizes2 = t1.sizes, t2.sizes
-        self._unpinned1: Iterator[K] = filterfalse(pinned, t1.sizes)
-        self._unpinned2: Iterator[K] = filterfalse(pinned, t2.sizes)
-        self._lru1 = next(self._unpinned1, None)
-        self._lru2 = next(self._unpinned2, None)
+        self._free1, self._free2 = _free(t1, held), _free(t2, held)
+        self._lru1 = next(self._free1, None)
+        self._lru2 = next(self._free2, None)
 
     def until(self, nbytes: int, p: float, x_in_b2: bool) -> tuple[int, int]:
         """Chooses until all that was chosen adds up to `nbytes`; gives the bytes this took from T1 and T2."""
@@ -220,15 +235,23 @@ class _Replace(Generic[K]):
             if self._lru1 is not None and (first or self._lru2 is None):
                 size = self._sizes1[self._lru1]
                 self.chosen.append(self._lru1)
-                self._lru1 = next(self._unpinned1, None)
+                self._lru1 = next(self._free1, None)
                 self.t1_nbytes -= size
                 gone_t1 += size
             elif self._lru2 is not None:
                 size = self._sizes2[self._lru2]
                 self.chosen.append(self._lru2)
-                self._lru2 = next(self._unpinned2, None)
+                self._lru2 = next(self._free2, None)
                 gone_t2 += size
             else:
                 break
             self._nbytes += size
         return gone_t1, gone_t2
+
+
+def _free(residents: _List[int], held: Held) -> Iterator[int]:
+    """Those that are not held, LRU end first, asked about a few at a time."""
+    numbers = iter(residents.sizes)
+    while few := list(islice(numbers, _LOOK)):
+        those = np.array(few, np.int32)
+        yield from those[~held(those)].tolist()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..block.hashing import DIGEST_NBYTES, KEY_NBYTES, Digests
+from ..block.hashing import DIGEST_NBYTES, KEY_NBYTES, Digests, keys_of
 from ..outcomes import Tier
 from ..wal.records import DROP, PUT, Run
 from .key_index import KeyIndex, Rows, is_first, key_words
@@ -145,11 +145,8 @@ class BlockTable:
         """The row that holds `key` (16 bytes), -1 if none does."""
         return self._index.find_one(key, self.digest)
 
-    def rows_of(self, keys: Sequence[bytes]) -> Rows:
-        """The row that holds each key, -1 where none does."""
-        digests = np.zeros((len(keys), DIGEST_NBYTES), dtype=np.uint8)
-        digests[:, :KEY_NBYTES] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), KEY_NBYTES)
-        return self._index.find(key_words(digests), self._words)
+    def keys_of(self, rows: Rows) -> Sequence[bytes]:
+        return keys_of(self.digest[rows])
 
     def key_of(self, row: int) -> bytes:
         return self.digest[row, :KEY_NBYTES].tobytes()

@@ -6,6 +6,8 @@ import contextlib
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 
 from ..errors import BadConfig
 from ..units import PAGE_NBYTES, format_nbytes
-from .arena import Arena
+from .arena import Arena, Slots
 from .stream import CopyStream
 
 _MAPS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -153,6 +155,23 @@ class TensorTier:
         self._bytes = memoryview(self._map)
         # through numpy, whose array keeps the map from closing under a view; torch.frombuffer would not
         return torch.from_numpy(np.frombuffer(self._map, np.uint8))
+
+
+def copy_slots(
+    stream: CopyStream, part_nbytes: int, source: TensorTier, slots: Slots, target: TensorTier, places: Slots
+) -> None:
+    """Queue a copy of `source`'s slots to `target`'s, in one piece wherever both lie end to end."""
+    starts = {0, *_ends(source, part_nbytes, slots), *_ends(target, part_nbytes, places)}
+    for at, end in pairwise(sorted(starts)):
+        stream.copy(
+            target.parts(part_nbytes, int(places[at]), end - at),
+            source.parts(part_nbytes, int(slots[at]), end - at),
+        )
+
+
+def _ends(memory: TensorTier, part_nbytes: int, slots: Slots) -> Iterator[int]:
+    """Where the runs of `slots` end."""
+    return accumulate(count for _, count, _ in memory.arena.runs(part_nbytes, slots))
 
 
 def _device_memory(nbytes: int, device: torch.device) -> torch.Tensor:
