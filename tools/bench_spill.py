@@ -7,6 +7,7 @@ python tools/bench_spill.py --only rivals --rivals all  one part, with the rival
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -64,6 +65,8 @@ def main(
         raise typer.BadParameter(f"--only {unknown[0]}: choose from {', '.join(SECTIONS)}")
     if rivals not in ("light", "all"):
         raise typer.BadParameter(f'--rivals {rivals}: choose "light" or "all"')
+    if report is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter('--report draws with matplotlib: pip install ".[bench]"')
     given = trace or (Path(found) if (found := os.environ.get("TIEREDKV_DATA")) else None)
     root = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
     plan = Plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from . import basics, caller, speed, table, tiers
+from . import basics, caller, hits, speed, table, tiers
 from .figures import Figure
 from .plan import Plan
 from .rivals import ranking
@@ -21,6 +21,7 @@ SECTIONS: Mapping[str, Section] = {
     "tiers": tiers.measure,
     "caller": caller.measure,
     "table": table.measure,
+    "workloads": hits.measure,
 }
 QUICK_RUNS = 2
 QUICK_NUM_BLOCKS = 20_000

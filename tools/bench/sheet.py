@@ -14,8 +14,8 @@ class Sheet:
     """Rows of numbers under a title, with a sentence on how they came about and how to read them.
 
     The first column names the row; `columns[0]` is the unit of the others. `draw` says what the report makes
-    of it beside the table: `"bars"` a group of bars a row, `"lines"` a line a column over the first column,
-    which then holds numbers, `""` nothing.
+    of it beside the table: `"bars"` a group of bars a row, `"stacked"` one bar a row out of its first three
+    numbers, `"lines"` a line a column over the first column, which then holds numbers, `""` nothing.
     """
 
     title: str

@@ -165,6 +165,8 @@ def _one(times: Times, root: Path, load: Load, entry: Entry, python: str) -> Non
 
 
 def _leave(times: Times, entry: Entry, why: str) -> None:
+    if "ModuleNotFoundError" in why and entry.environment is None:
+        why += ': pip install ".[bench]"'
     times.missing[entry.name] = why
     times.seconds.pop(entry.name, None)
 
