@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -41,3 +42,14 @@ def test_nothing_of_ours_is_no_store(tmp_path: Path) -> None:
     for call in (stat, fsck, read):
         with pytest.raises(NotAStore):
             call(tmp_path / "nowhere")
+
+
+def test_a_store_without_its_slabs_is_damaged_and_still_looked_at(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+    whole = fsck(tmp_path)
+    shutil.rmtree(tmp_path / "slabs")
+    report = fsck(tmp_path)
+    assert report.num_parts == whole.num_parts == len(report.bad) and report.exit_code == 2
+    assert "ok" not in report.counts
+    assert not (tmp_path / "slabs").exists(), "it only looks"

@@ -99,6 +99,15 @@ def test_a_life_is_every_record_of_a_block(tmp_path: Path) -> None:
     assert life.subject == put["digest"] and life.events[0]["lsn"] == put["lsn"] and life.now
     with pytest.raises(BadInput):
         life_of_block(path, "abc")
+    digests = {record["digest"] for record in records(path) if record["kind"] == "put"}
+    for count in (9, 11, 63):
+        assert life_of_block(path, put["digest"][:count].upper()).subject == put["digest"]
+    for digest in digests:
+        differs = digest[:8] + f"{int(digest[8], 16) ^ 1:x}"
+        assert life_of_block(path, differs).events == (), "the last of an odd number of digits counts"
+    for wrong in ("", "1234567", "0123 4567", "xyzw0123", digest + "0"):
+        with pytest.raises(BadInput, match="8 to 64 hex digits"):
+            life_of_block(path, wrong)
 
 
 def test_a_crash_at_every_byte_recovers_the_whole_frames(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -26,6 +27,7 @@ from tieredkv.table.checkpoint import (
     write_checkpoint,
 )
 from tieredkv.wal import CheckpointRef
+from tieredkv.wal.format import BEFORE_THE_LOG, SegmentHeader
 from tieredkv.wal.records import PUT_DTYPE
 
 ARRAYS = {
@@ -238,3 +240,19 @@ def test_no_descriptor_and_little_memory_is_left_behind(tmp_path: Path) -> None:
         with pytest.raises(CorruptFormat):
             read_checkpoint(fs, root, CheckpointRef(lsn, ref.nbytes, random.randbytes(16)))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_absurd_length_in_a_header_is_no_header(tmp_path: Path) -> None:
+    header = SegmentHeader(1, 1, 0, 1, BEFORE_THE_LOG, CheckpointRef(1, 1 << 60), 1 << 20)
+    assert not header.is_plausible
+    assert replace(header, checkpoint=CheckpointRef(1, 1 << 30)).is_plausible
+
+
+def test_a_length_that_nobody_checked_maps_no_more_than_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs, root = OsFs(), str(tmp_path)
+    ref = write_checkpoint(fs, root, 3, {"a": np.arange(100)})
+    monkeypatch.setattr("tieredkv.table.checkpoint._verify", lambda *_: None)
+    found = read_checkpoint(fs, root, replace(ref, nbytes=1 << 62))
+    assert found["a"].tolist() == list(range(100))

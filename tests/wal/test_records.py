@@ -18,7 +18,7 @@ columns = st.builds(
     lambda kind, raw: Run(
         kind, np.frombuffer((raw * 96)[: len(raw) * r.DTYPES[kind].itemsize], r.DTYPES[kind])
     ),
-    st.sampled_from([r.PUT, r.DROP, r.ANCHOR]),
+    st.sampled_from([r.PUT, r.DROP]),
     st.binary(max_size=20),
 )
 blobs = st.builds(
@@ -47,7 +47,7 @@ def test_what_was_encoded_is_decoded(runs: list[Run]) -> None:
 
 
 def test_record_sizes_are_part_of_the_format() -> None:
-    assert {kind: dtype.itemsize for kind, dtype in r.DTYPES.items()} == {r.PUT: 96, r.DROP: 48, r.ANCHOR: 40}
+    assert {kind: dtype.itemsize for kind, dtype in r.DTYPES.items()} == {r.PUT: 96, r.DROP: 48}
     assert [r.PUT_DTYPE.fields[name][1] for name in r.PUT_DTYPE.names] == [
         0,
         32,
@@ -60,9 +60,9 @@ def test_record_sizes_are_part_of_the_format() -> None:
         80,
         88,
     ]  # type: ignore[index, union-attr]
-    golden = encode([Run(r.SESSION_END, (b"ab",)), Run(r.ANCHOR, np.ones(1, r.ANCHOR_DTYPE))])
+    golden = encode([Run(r.SESSION_END, (b"ab",)), Run(r.DROP, np.frombuffer(b"\1" * 48, r.DROP_DTYPE))])
     assert golden.hex() == (
-        "12000000 01000000 0600000000000000 020000006162000003000000 01000000 2800000000000000" + "01" * 40
+        "12000000 01000000 0600000000000000 020000006162000002000000 01000000 3000000000000000" + "01" * 48
     ).replace(" ", "")
 
 

@@ -7,6 +7,7 @@ oldest kept segment on, whatever checkpoints there are; what was before that is 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,11 @@ from ..table.state import State
 from ..tier.slab_format import SLOT_HEADER_NBYTES
 from ..wal.format import CheckpointRef
 from ..wal.reader import LogRead
-from ..wal.records import ANCHOR, DROP, PUT, REMOVAL, SESSION, SESSION_END, Run
+from ..wal.records import DROP, PUT, REMOVAL, SESSION, SESSION_END, Run
 from .kept_log import KeptLog, describe
 from .report import Reading, read
 
-_MIN_PREFIX = 8
+_PREFIX = re.compile("[0-9a-f]{8,64}")
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def life_of_block(path: str | os.PathLike[str], prefix: str, fs: Fs | None = Non
     """The life of the block whose digest, in hex, begins with `prefix`.
 
     Raises:
-        BadInput: no hex, shorter than eight digits, or the beginning of several digests.
+        BadInput: not 8 to 64 hex digits, or the beginning of several digests.
         NotAStore, NewerFormat, PathUnusable: as `audit.read`.
     """
     wanted = _wanted(prefix)
@@ -260,7 +261,7 @@ def life_of_block(path: str | os.PathLike[str], prefix: str, fs: Fs | None = Non
     namespaces = set[int]()
     for standing, runs in ((True, kept.runs()), (False, kept.stray_runs())):
         for first_lsn, run in runs:
-            if run.kind in (PUT, DROP, ANCHOR):
+            if run.kind in (PUT, DROP):
                 assert not isinstance(run.records, tuple), "blocks are logged in columns"
                 for index in np.flatnonzero(_begin_with(run.records["digest"], wanted)).tolist():
                     event = describe(run.kind, run.records[index])
@@ -288,20 +289,18 @@ def life_of_block(path: str | os.PathLike[str], prefix: str, fs: Fs | None = Non
     )  # fmt: skip
 
 
-def _wanted(prefix: str) -> bytes:
-    try:
-        wanted = bytes.fromhex(prefix if len(prefix) % 2 == 0 else prefix[:-1])
-    except ValueError:
-        raise BadInput(f"{prefix!r} is no digest in hex") from None
-    if len(prefix) < _MIN_PREFIX or len(wanted) > 32:
-        raise BadInput(f"{prefix!r}: give {_MIN_PREFIX} to 64 hex digits of a digest")
-    return wanted
+def _wanted(prefix: str) -> str:
+    if not _PREFIX.fullmatch(prefix.lower()):
+        raise BadInput(f"{prefix!r} begins no digest: give its first 8 to 64 hex digits")
+    return prefix.lower()
 
 
-def _begin_with(digests: npt.NDArray[np.uint8], wanted: bytes) -> npt.NDArray[np.bool_]:
-    same: npt.NDArray[np.bool_] = (
-        digests[:, : len(wanted)] == np.frombuffer(wanted, dtype=np.uint8)
-    ).all(axis=1)  # fmt: skip
+def _begin_with(digests: npt.NDArray[np.uint8], wanted: str) -> npt.NDArray[np.bool_]:
+    """Which digests begin with these hex digits; the last may be half a byte."""
+    given = np.frombuffer(bytes.fromhex(wanted + "0" * (len(wanted) % 2)), dtype=np.uint8)
+    mask = np.full(len(given), 0xFF, dtype=np.uint8)
+    mask[-1] <<= 4 * (len(wanted) % 2)
+    same: npt.NDArray[np.bool_] = (digests[:, : len(given)] & mask == given).all(axis=1)
     return same
 
 
@@ -309,7 +308,7 @@ def _placed(kept: KeptLog, lsn: int, event: dict[str, Any], counts: bool) -> dic
     return {"lsn": lsn, "segment": kept.segment_of(lsn), **event, "counts": counts}
 
 
-def _parts_now(reading: Reading, wanted: bytes) -> list[dict[str, Any]]:
+def _parts_now(reading: Reading, wanted: str) -> list[dict[str, Any]]:
     table = reading.state.table
     rows = table.live_rows()
     parts = []

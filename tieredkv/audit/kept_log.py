@@ -19,11 +19,9 @@ from ..table.recovery import WAL, Survey
 from ..wal.format import SegmentHeader
 from ..wal.reader import End, LogRead, SegmentReader
 from ..wal.records import (
-    ANCHOR,
     CLOCK,
     DROP,
     KIND_NAMES,
-    NAMED_ANCHOR,
     NAMESPACE,
     PUT,
     REMOVAL,
@@ -115,10 +113,8 @@ def describe(kind: int, record: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"kind": kind_name(kind)}
     if kind == PUT:
         return values | _describe_put(record)
-    if kind in (DROP, ANCHOR):
+    if kind == DROP:
         values["digest"] = record["digest"].tobytes().hex()
-        if kind == ANCHOR:
-            return values | {"kept": bool(record["kept"])}
         cause = int(record["cause"])
         values |= {name: int(record[name]) for name in ("group", "slot", "put_seq")}
         return values | {"cause": DROP_CAUSES.get(cause, str(cause))}
@@ -132,7 +128,6 @@ def _describe_put(record: Any) -> dict[str, Any]:
     for name in ("namespace", "depth", "group", "num_tokens", "slot", "put_seq"):
         values[name] = int(record[name])
     values["checksum"] = f"{int(record['checksum']):016x}"
-    values["named_anchor"] = bool(int(record["flags"]) & NAMED_ANCHOR)
     return values
 
 

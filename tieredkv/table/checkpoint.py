@@ -106,10 +106,10 @@ def read_checkpoint(fs: Fs, store_dir: str, ref: CheckpointRef) -> dict[str, Any
     try:
         _verify(fs, path, ref)
         with fs.as_real_file(path) as real:
-            return _read_all(real, ref.nbytes)
+            return _read_all(real, fs.file_nbytes(path))
     except OSError as error:
         raise CorruptFormat(f"{name} cannot be read: {error.strerror}") from error
-    except (CorruptFormat, lmdb.Error, ValueError, TypeError, KeyError) as error:
+    except (CorruptFormat, lmdb.Error, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
         raise CorruptFormat(f"{name}: {error}") from error
 
 

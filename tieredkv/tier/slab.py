@@ -108,7 +108,7 @@ class SlabStore:
         self._closed = False
         if not read_only:
             fs.make_dir(path)
-        for name in fs.list_names(path):
+        for name in fs.list_names(path) if fs.is_dir(path) else ():
             place = parse_slab_name(name)
             if place is not None and place[0] % PAGE_NBYTES == 0:
                 self._slab(*place).note_existing()

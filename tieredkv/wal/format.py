@@ -43,6 +43,7 @@ _MAX_VERSION = 0xFFFF
 HEADER_NBYTES = 4 * KiB
 MAX_SEGMENT_NBYTES = 64 * MiB
 _MAX_LSN = 1 << 62
+_MAX_CHECKPOINT_NBYTES = 1 << 46
 _MAX_OPEN_NUMBER = 1 << 31
 
 _MAGIC = b"tieredkv"
@@ -98,7 +99,12 @@ class SegmentHeader:
     def is_plausible(self) -> bool:
         """Whether a store can have reached these numbers; what comes after them fits its fields."""
         lsns = (self.first_lsn, self.durable_lsn, self.previous.lsn, self.checkpoint.lsn)
-        return max(lsns) <= _MAX_LSN and self.open_number <= _MAX_OPEN_NUMBER
+        nbytes = self.checkpoint.nbytes
+        return (
+            max(lsns) <= _MAX_LSN
+            and self.open_number <= _MAX_OPEN_NUMBER
+            and nbytes <= _MAX_CHECKPOINT_NBYTES
+        )
 
     @cached_property
     def seed(self) -> int:

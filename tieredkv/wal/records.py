@@ -19,14 +19,13 @@ import numpy as np
 
 from ..errors import CorruptFormat
 
-PUT, DROP, ANCHOR = 1, 2, 3
+PUT, DROP = 1, 2
 FIRST_BLOB_KIND = 16
 NAMESPACE, SESSION, SESSION_END, REMOVAL, REMOVED, CLOCK = 16, 17, 18, 19, 20, 21
 
 KIND_NAMES = {
     PUT: "put",
     DROP: "drop",
-    ANCHOR: "anchor",
     NAMESPACE: "namespace",
     SESSION: "session",
     SESSION_END: "session end",
@@ -34,9 +33,6 @@ KIND_NAMES = {
     REMOVED: "removed",
     CLOCK: "clock",
 }
-
-NAMED_ANCHOR = 0x01
-"""Bit of a PUT's `flags`: the boundary after this block is a named anchor."""
 
 PUT_DTYPE = np.dtype(
     [
@@ -62,10 +58,9 @@ DROP_DTYPE = np.dtype(
         ("pad", "u1", (2,)),
     ]
 )
-ANCHOR_DTYPE = np.dtype([("digest", "u1", (32,)), ("kept", "u1"), ("pad", "u1", (7,))])
 
-DTYPES: dict[int, np.dtype[Any]] = {PUT: PUT_DTYPE, DROP: DROP_DTYPE, ANCHOR: ANCHOR_DTYPE}
-assert [dtype.itemsize for dtype in DTYPES.values()] == [96, 48, 40]
+DTYPES: dict[int, np.dtype[Any]] = {PUT: PUT_DTYPE, DROP: DROP_DTYPE}
+assert [dtype.itemsize for dtype in DTYPES.values()] == [96, 48]
 
 _ITEMSIZES = {kind: dtype.itemsize for kind, dtype in DTYPES.items()}
 
