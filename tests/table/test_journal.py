@@ -106,8 +106,8 @@ def test_checkpoint_and_replay_give_the_same_state(tmp_path: Path) -> None:
         row = SessionRow("a", 1, np.arange(number * 30, dtype=np.int32))
         ticket = bench.journal.submit(SESSION, (row.encode(),))
         if number % 13 == 12:
-            assert bench.journal.flush(until()) and bench.journal.checkpoint(until())
-    assert ticket.wait(10) and bench.journal.flush(until())
+            assert bench.journal.flush(until(30)) and bench.journal.checkpoint(until(30))
+    assert ticket.wait(30) and bench.journal.flush(until(30))
     assert bench.journal.checkpoint_lsn > 0
     before = durable(bench.state)
     assert bench.close()
@@ -293,4 +293,20 @@ def test_a_fault_in_the_sync_thread_ends_the_journal_and_wakes_everybody(tmp_pat
     bench.close()
     again = Bench(tmp_path)
     assert len(again.state.table) == 6 and not again.report.damage
+    assert again.close()
+
+
+def test_an_unreadable_segment_is_counted_also_where_recovery_does_not_need_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.put(0, 3).wait(5) and bench.close()
+    bench = Bench(tmp_path)
+    assert bench.put(10, 3).wait(5) and bench.journal.flush(until()) and bench.journal.checkpoint(until())
+    assert bench.put(20, 3).wait(5) and bench.close()
+    segments = sorted((tmp_path / "wal").iterdir())
+    assert len(segments) > 1, "the oldest lies below the checkpoint"
+    with open(segments[0], "r+b") as file:
+        file.write(b"\xff" * 10_000)
+    again = Bench(tmp_path)
+    assert len(again.state.table) == 9 and not again.report.damage
+    assert again.counters.get("unreadable_segments") == 1
     assert again.close()

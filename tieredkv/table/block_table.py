@@ -16,6 +16,7 @@ from ..block.hashing import DIGEST_NBYTES, KEY_NBYTES, Digests, keys_of
 from ..outcomes import Tier
 from ..wal.records import DROP, PUT, Run
 from .key_index import KeyIndex, Rows, is_first, key_words
+from .snapshot import Columns, TableSnapshot
 
 _START_ROWS = 1024
 _NUM_REMEMBERED = 1 << 14
@@ -62,6 +63,7 @@ class BlockTable:
     def clear(self) -> None:
         """Forget every row."""
         self.replaying = False
+        self._snapshot: TableSnapshot | None = None
         self._capacity = _START_ROWS
         self._next_row = 0
         self._free: list[int] = []
@@ -242,6 +244,9 @@ class BlockTable:
         if not len(rows):
             return
         self._remember(rows)
+        if self._snapshot is not None:
+            below = [child for row in rows.tolist() for child in self.children(row)]
+            self._about_to_change(np.array([*rows.tolist(), *below], dtype=np.int32))
         self._index.remove(rows, self._words)
         for row in rows.tolist():
             self._unlink(row)
@@ -300,6 +305,7 @@ class BlockTable:
         if not children.size:
             return
         older = self.first_child[parents]
+        self._about_to_change(children)
         self.parent[children] = parents
         self.next_sibling[children] = older
         self.prev_sibling[children] = -1
@@ -384,6 +390,7 @@ class BlockTable:
         else:
             rows_held = rows
         groups = records["group"].astype(np.int64)
+        self._about_to_change(rows_held)
         self.slot[Tier.DISK, groups, rows_held] = records["slot"].astype(np.int32)
         self.checksum[groups, rows_held] = records["checksum"]
         self.put_seq[groups, rows_held] = records["put_seq"]
@@ -444,6 +451,7 @@ class BlockTable:
             self.slot[Tier.DISK, of, at] >= 0
         )
         rows[~match] = -1
+        self._about_to_change(rows[match])
         self.slot[Tier.DISK, groups[match], rows[match]] = -1
         self.leaving[groups[match], rows[match]] = False
         return rows
@@ -454,16 +462,35 @@ class BlockTable:
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
+    def begin_snapshot(self) -> TableSnapshot:
+        """Copy the durable part as it is now: every row with a part on DISK. One at a time, until `end_snapshot`."""
+        assert self._snapshot is None, "a snapshot is under way"
+        there = (self.slot[Tier.DISK, :, : self._next_row] >= 0).any(axis=0)
+        there &= self.namespace[: self._next_row] >= 0
+        rows = np.flatnonzero(there).astype(np.int32)
+        self._snapshot = TableSnapshot(rows, self._next_row, self._durable_columns)
+        return self._snapshot
+
+    def end_snapshot(self) -> None:
+        self._snapshot = None
+
+    def _durable_columns(self) -> Columns:
+        columns: dict[str, npt.NDArray[Any]] = {
+            "digest": self.digest, "namespace": self.namespace, "parent": self.parent, "slot": self.slot[Tier.DISK].T
+        }  # fmt: skip
+        return columns | {name: getattr(self, name).T for name in _PART_COLUMNS}
+
+    def _about_to_change(self, rows: Rows) -> None:
+        if self._snapshot is not None:
+            self._snapshot.before_change(rows)
+
     def snapshot(self) -> dict[str, npt.NDArray[Any]]:
-        """The durable part as packed arrays: every row with a part on DISK."""
-        rows = self.live_rows()
-        rows = rows[(self.slot[Tier.DISK][:, rows] >= 0).any(axis=0)]
-        place = np.full(self._next_row + 1, -1, dtype=np.int32)
-        place[rows] = np.arange(len(rows), dtype=np.int32)
-        packed = {"digest": self.digest[rows], "namespace": self.namespace[rows]}
-        packed["parent"] = place[self.parent[rows]]
-        packed["slot"] = self.slot[Tier.DISK][:, rows]
-        return packed | {name: getattr(self, name)[:, rows] for name in _PART_COLUMNS}
+        """The durable part as packed arrays, at once."""
+        snapshot = self.begin_snapshot()
+        while not snapshot.is_whole:
+            snapshot.copy_next()
+        self.end_snapshot()
+        return snapshot.arrays()
 
     def restore(self, packed: dict[str, npt.NDArray[Any]]) -> None:
         """The inverse of `snapshot`; whatever was here is forgotten. `settle` must follow, after any replay."""

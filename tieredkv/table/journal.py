@@ -25,10 +25,10 @@ import numpy as np
 from ..outcomes import Counters
 from ..system import Fs
 from ..wal.format import CheckpointRef, SegmentHeader, frame_nbytes
-from ..wal.reader import SegmentInfo
+from ..wal.reader import Head, SegmentInfo
 from ..wal.records import DTYPES, PUT, Records, Run
 from ..wal.writer import LogWriter
-from .checkpoint import prune_checkpoints, write_checkpoint
+from .checkpoint import Arrays, prune_checkpoints, write_checkpoint
 from .key_index import Rows
 from .state import State
 
@@ -38,6 +38,7 @@ _BYTES_PER_ROW = 160
 _CHECKPOINT_S = 30.0
 _MAX_GATHER_S = 0.01
 _RETRY_S = 0.02
+_PAUSE_S = 0.0005
 
 Applied = Callable[[int, Rows], None]
 Failed = Callable[[Exception], None]
@@ -180,12 +181,17 @@ class Journal:
         self._log_keep_nbytes = log_keep_nbytes
         self._log_max_nbytes = log_max_nbytes
         self._counters = counters
+        if num_damaged := sum(segment.head is Head.DAMAGED for segment in segments):
+            counters.add("unreadable_segments", num_damaged)  # also those that recovery did not need
         self._trouble: str | None = None
         self.troubled_at = 0.0  # monotonic
         self.read_only = False
         self._failures = 0
         self._kept: list[tuple[int, tuple[Run, ...]]] = []  # frames that no segment holds synced
         self._appended_nbytes = 0
+        self._set_up_threads()
+
+    def _set_up_threads(self) -> None:
         self._writing = threading.Lock()  # held while the writer's tail moves
         self._syncing = threading.Lock()  # held for a whole sync round
         # Held while a checkpoint is made or old files go, so that none is taken for old before it is listed.
@@ -198,9 +204,8 @@ class Journal:
         turn = threading.Lock()
         self._round = threading.Condition(turn)  # told when a sync round or a checkpoint is over
         self._asked = threading.Condition(turn)  # told when one is wanted
-        self._waiting: list[
-            tuple[int, _Gate]
-        ] = []  # how many entries must be durable, ascending, and who waits
+        # How many entries must be durable, ascending, and who waits for that.
+        self._waiting: list[tuple[int, _Gate]] = []
         self._num_woken = 0  # by the last round
         self._num_awaited = 1  # before the sync thread is told
         self._round_s = 0.0
@@ -706,10 +711,9 @@ class Journal:
 
     def _write_checkpoint(self) -> None:
         """In this order: sync to LSN c, write table-c, begin the segment that names it, unlink what is old."""
-        with self._lock:
-            lsn, arrays = self.applied_lsn, self._state.snapshot()
-        if lsn == self.checkpoint_lsn and lsn:
+        if self.applied_lsn == self.checkpoint_lsn and self.applied_lsn:
             return
+        lsn, arrays = self._snapshot()
         try:
             if self.durable_lsn < lsn:
                 self._sync_round()
@@ -727,6 +731,20 @@ class Journal:
         self._checkpoints.insert(0, ref)
         self._counters.add("checkpoints")
         self._try_unlink_old()
+
+    def _snapshot(self) -> tuple[int, Arrays]:
+        """The state at the last LSN applied. Between slices of it others have their turn with the lock."""
+        with self._lock:
+            lsn, (table, catalog) = self.applied_lsn, self._state.begin_snapshot()
+        try:
+            while not table.is_whole:
+                with self._lock:
+                    table.copy_next()
+                time.sleep(_PAUSE_S)
+        finally:
+            with self._lock:
+                self._state.table.end_snapshot()
+        return lsn, {**table.arrays(), **catalog}
 
     def _try_unlink_old(self, num_kept: int = 2) -> None:
         try:

@@ -13,6 +13,7 @@ from ..wal.records import DROP, DTYPES, FIRST_BLOB_KIND, NAMESPACE, PUT, Run
 from .block_table import BlockTable
 from .catalog import Catalog
 from .key_index import Rows
+from .snapshot import TableSnapshot
 
 _NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
 
@@ -74,8 +75,16 @@ class State:
         self._late = {PUT: [], DROP: []}
         self._num_late = 0
 
+    def begin_snapshot(self) -> tuple[TableSnapshot, dict[str, bytes]]:
+        """What a checkpoint holds as of now: the table, to be copied in slices, and the catalog.
+
+        Both with the metadata lock held; then `table.end_snapshot`.
+        """
+        self.catch_up()
+        return self.table.begin_snapshot(), self.catalog.snapshot()
+
     def snapshot(self) -> dict[str, npt.NDArray[Any] | bytes]:
-        """What a checkpoint holds, by name."""
+        """What a checkpoint holds, by name, at once."""
         self.catch_up()
         return {**self.table.snapshot(), **self.catalog.snapshot()}
 
