@@ -17,7 +17,7 @@ from bench.figures import Figure, shown, unmeasured
 from .ratios import paired, ratio_at_most
 from .setting import K, Setting, ask, loaded, opened, prompt, reused
 
-LENGTHS = (64, 128, 256, 512, K, 2 * K)
+LENGTHS = (33, 64, 128, 256, 512, K, 2 * K)
 _NAME = "disk_hit_over_recompute_ratio"
 
 

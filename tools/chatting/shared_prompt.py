@@ -10,15 +10,16 @@ from bench import child, workload
 from bench.child import Say
 from bench.figures import Figure, unmeasured
 
-from tieredkv.units import MiB, format_nbytes
+from tieredkv.units import GiB, MiB, format_nbytes
 
 from .restoring import needed_nbytes
 from .setting import Chats, K, Setting, loaded, opened, prompt, reused
 
 _NAME = "shared_prompt_on_disk_after_restart_num"
 _NUM_TOKENS = 2 * K
-_NUM_ROUNDS, _OTHERS_A_ROUND = 20, 4
-_DISK = {"device_nbytes": 256 * MiB, "disk_nbytes": 512 * MiB}
+_NUM_ROUNDS, _OTHERS_A_ROUND = 12, 4
+_BUDGETS = {"device_nbytes": 2 * GiB, "disk_nbytes": 256 * MiB}
+"""The device holds everything, the disk a fifth of it."""
 
 
 def figures(setting: Setting) -> Iterator[Figure]:
@@ -28,7 +29,8 @@ def figures(setting: Setting) -> Iterator[Figure]:
     pressed = child.run(press, **common)
     after = child.run(look, boundary=pressed["boundary"], ids=pressed["ids"], **common)
     elsewhere = [tiers for tiers in pressed["hits"] if tiers != {"device": pressed["boundary"]}]
-    written = f"{format_nbytes(pressed['stored_nbytes'])} stored on a disk of {format_nbytes(512 * MiB)}"
+    disk = format_nbytes(_BUDGETS["disk_nbytes"])
+    written = f"{format_nbytes(pressed['stored_nbytes'])} stored on a disk of {disk}"
     if elsewhere or not pressed["num_evictions"]:
         yield unmeasured(_NAME, "1", f"not only hit on the device, or no pressure: {elsewhere}, {written}")
         return
@@ -44,7 +46,7 @@ def press(say: Say, model: str, path: str) -> dict[str, Any]:
     """Sessions with one system message, and between them much that is used once."""
     live, tokenizer = loaded(model)
     system = tokenizer.decode(prompt(tokenizer, _NUM_TOKENS, "shared"))
-    with opened(path, live, tokenizer, **_DISK) as chats:
+    with opened(path, live, tokenizer, **_BUDGETS) as chats:
         kv, chain_nbytes = workload.kv(0, _NUM_TOKENS, chats.layout), needed_nbytes(chats.layout, _NUM_TOKENS)
         ids, _ = _ask(chats, system, 0)
         boundary, hits = _system_boundary(chats), []
@@ -84,6 +86,6 @@ def _name(number: int) -> str:
 def look(say: Say, model: str, path: str, boundary: int, ids: list[int]) -> dict[str, Any]:
     """In a new process: what is there of the shared prompt, and where."""
     live, tokenizer = loaded(model)
-    with opened(path, live, tokenizer, **_DISK) as chats:
+    with opened(path, live, tokenizer, **_BUDGETS) as chats:
         hit = chats.space.lookup(np.array(ids[: boundary + 1]))
         return {"by_tier": dict(hit.by_tier), "reason": str(hit.reason)}
