@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import FAMILIES, byte_tokenizer, llama, prompt
+from tiny_models import FAMILIES, RECURRENT, byte_tokenizer, llama, prompt
 
 from tieredkv.errors import BadInput
 from tieredkv.hf import ChatModel
 
+ALL = {**FAMILIES, **RECURRENT}
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 SYSTEM = {
     "role": "system",
@@ -26,9 +27,10 @@ def user(text: str) -> dict[str, str]:
 
 
 def plain(model: Any, ids: Any, **options: Any) -> list[list[int]]:
-    """What generate without any cache of ours gives."""
+    """What generate without any cache of ours gives; it would take a padding id for padding, were no mask given."""
     whole = torch.as_tensor(np.asarray(ids, dtype=np.int64)).reshape(1, -1)
-    found: list[list[int]] = model.generate(whole, **{**GREEDY, **options}).tolist()
+    arguments = {**GREEDY, "attention_mask": torch.ones_like(whole), **options}
+    found: list[list[int]] = model.generate(whole, **arguments).tolist()
     return found
 
 
@@ -46,7 +48,7 @@ def stock_rows(model: Any, prompts: list[torch.Tensor], **options: Any) -> list[
 def test_ids_are_answered_as_plain_generate_does(
     name: str, open_kv: Callable[..., Any], tokenizer: Any
 ) -> None:
-    model = FAMILIES[name]()
+    model = ALL[name]()
     with ChatModel(open_kv(), model, tokenizer).session("s") as session:
         ids = prompt(70)
         for number in range(3):
@@ -88,9 +90,9 @@ def test_messages_are_answered_and_history_that_was_edited_is_found(
         assert len(session.messages) == 3 and session.last_explain.divergence.cause == "the prompt is shorter"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_beams_and_several_sequences(name: str, open_kv: Callable[..., Any], tokenizer: Any) -> None:
-    model = FAMILIES[name]()
+    model = ALL[name]()
     with ChatModel(open_kv(), model, tokenizer).session("s") as session:
         ids = prompt(60)
         session.generate(ids, **GREEDY)
@@ -110,10 +112,10 @@ def test_beams_and_several_sequences(name: str, open_kv: Callable[..., Any], tok
         assert [session.generate(following, **GREEDY).ids.tolist()] == plain(model, following)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_rows_of_different_length_in_one_call(name: str, open_kv: Callable[..., Any], tokenizer: Any) -> None:
     """Also one that is restored from the disk, one in memory, and one that is new."""
-    model, kv = FAMILIES[name](), open_kv()
+    model, kv = ALL[name](), open_kv()
     with ChatModel(kv, model, tokenizer).session("stored") as session:
         session.generate(prompt(90, seed=1), **GREEDY)
     kv.close()

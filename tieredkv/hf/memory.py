@@ -53,6 +53,7 @@ class SessionMemory:
         began = time.perf_counter()
         self.attached = None
         cache, explain = self._cache_for(tokens, num_new)
+        explain = replace(explain, restore_s=time.perf_counter() - began)
         cache.forget_wanted()
         cache.want([anchors.boundary(len(tokens), self._live.block_size), self.branch, *heads])
         self._cache, self.attached = cache, tokens
@@ -66,7 +67,7 @@ class SessionMemory:
             "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long, device=device),
             self._live.cache_name: cache,
         }
-        return arguments, replace(explain, restore_s=time.perf_counter() - began)
+        return arguments, explain
 
     def whole(self, out: Any) -> Tokens:
         """The ids of a `generate` call over what was attached, prompt included.

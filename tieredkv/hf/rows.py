@@ -7,21 +7,19 @@ goes on from there. What it generates stays outside the sessions' caches: the ne
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import BadInput
 from .arguments import num_sequences
 from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
-from .probe import inner_model
+from .probe import forward_arguments, inner_model
+from .states import State, put, read, states_of
 
 
 @dataclass(frozen=True)
@@ -52,52 +50,42 @@ class Asked:
     keep: Callable[[Tokens], str]
 
 
-def prefill(live: LiveModel, cache: CapturingCache, tokens: Tokens) -> None:
-    """Forward what `cache` does not hold of `tokens`; logits are not wanted."""
-    start, device, inner = cache.num_tokens, live.device, inner_model(live.model)
-    if start >= len(tokens):
-        return
-    arguments: dict[str, Any] = {
-        "input_ids": torch.tensor(tokens[start:], dtype=torch.long, device=device)[None],
-        "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long, device=device),
-        "position_ids": torch.arange(start, len(tokens), device=device)[None],
-        "logits_to_keep": 1,
-    }
-    known = inspect.signature(type(inner).forward).parameters
-    arguments = {name: value for name, value in arguments.items() if name in known}
-    with torch.no_grad():
-        live.model(**arguments, **{live.cache_name: cache, "use_cache": True})
+def compute_rest(live: LiveModel, cache: CapturingCache, tokens: Tokens) -> None:
+    """Forward what `cache` does not hold of `tokens`."""
+    start, inner = cache.num_tokens, inner_model(live.model)
+    if start < len(tokens):
+        ids = torch.tensor(tokens[start:], dtype=torch.long, device=live.device)[None]
+        with torch.no_grad():
+            inner(**forward_arguments(inner, cache, ids, start))
 
 
 def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, Any]) -> list[Generated]:
     """One `generate` call over all rows; the first sequence of each is committed."""
-    model, num_each = live.model, num_sequences(given, live.model)
     num_returned = int(given.get("num_return_sequences") or 1)
     longest = max(len(row.tokens) for row in rows)
-    ids = np.zeros((len(rows), longest), dtype=np.int64)
-    mask = np.zeros((len(rows), longest), dtype=np.int64)
+    pads = [longest - len(row.tokens) for row in rows]
+    ids, mask = (np.zeros((len(rows), longest), dtype=np.int64) for _ in range(2))
     for number, row in enumerate(rows):
-        ids[number, longest - len(row.tokens) :] = row.tokens
-        mask[number, longest - len(row.tokens) :] = 1
-    cache = _together(inner_model(model), [row.cache for row in rows], num_each)
-    out = model.generate(
-        **{
-            **given,
-            "input_ids": torch.from_numpy(ids).to(live.device),
-            "attention_mask": torch.from_numpy(mask).to(live.device),
-            live.cache_name: cache,
-        }
-    )
-    sequences = getattr(out, "sequences", out).cpu()
-    ends = _ends(model, given)
+        ids[number, pads[number] :], mask[number, pads[number] :] = row.tokens, 1
+    cache = _together(live, [row.cache for row in rows], num_sequences(given, live.model))
+    # Where no layer counts tokens generate cannot tell what the cache holds: it is given the last ids alone.
+    skipped = 0 if rows[0].cache.counts_tokens else longest - 1
+    inputs = {
+        "input_ids": torch.from_numpy(ids[:, skipped:]).to(live.device),
+        "attention_mask": torch.from_numpy(mask[:, skipped:]).to(live.device),
+        live.cache_name: cache,
+    }
+    out = live.model.generate(**{**given, **inputs})
+    new = getattr(out, "sequences", out).cpu()[:, longest - skipped :]
+    ends = _ends(live.model, given)
     results = []
-    for number, row in enumerate(rows):
-        mine = sequences[number * num_returned : (number + 1) * num_returned, longest - len(row.tokens) :]
-        answer = mine[0, len(row.tokens) :].numpy()
+    for row, answers in zip(rows, new.split(num_returned), strict=True):
+        answer = answers[0].numpy()
         found = np.flatnonzero(np.isin(answer, ends))
         answer = answer[: int(found[0]) + 1] if found.size else answer
         tokens = np.concatenate([row.tokens, answer.astype(np.int32)])
-        results.append(Generated(tokens, row.keep(tokens), mine))
+        prompt = torch.from_numpy(row.tokens.astype(np.int64)).expand(num_returned, -1)
+        results.append(Generated(tokens, row.keep(tokens), torch.cat([prompt, answers], dim=1)))
     return results
 
 
@@ -109,36 +97,42 @@ def _ends(model: Any, given: Mapping[str, Any]) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-def _together(model: Any, caches: Sequence[CapturingCache], num_each: int) -> Cache:
+def _together(live: LiveModel, caches: Sequence[CapturingCache], num_each: int) -> Cache:
     """A cache of all rows, each `num_each` times: shorter rows are padded on the left, as their ids are."""
-    together = DynamicCache(config=model.config)
+    together = DynamicCache(config=inner_model(live.model).config)
     longest = max(cache.num_tokens for cache in caches)
-    if longest == 0:
-        return together
-    if caches[0].recurrent_layers():
-        raise BadInput(
-            "several rows of a model with recurrent states are not put together yet: ask one by one"
-        )
-    empty = [number for number, cache in enumerate(caches) if not cache.num_tokens]
-    if empty:
-        raise BadInput(f"row {empty[0]} is one token long, which cannot be padded beside longer ones")
-    for index, layer in enumerate(together.layers):
-        parts = [cache.layers[index] for cache in caches]
-        if getattr(parts[0], "keys", None) is None:
-            continue
+    fullest = next(cache for cache in caches if cache.num_tokens == longest)
+    for index, layer in enumerate(together.layers if longest else ()):
         window = getattr(layer, "sliding_window", None)
         length = longest if window is None else min(longest, window - 1)
-        states = [
-            _stacked([getattr(p, name) for p in parts], length, num_each) for name in ("keys", "values")
-        ]
-        layer.lazy_initialization(states[0][:, :, :0], states[1][:, :, :0])
-        layer.keys, layer.values = states
-        if window is not None:
+        stacked: dict[str, torch.Tensor] = {}
+        for state in states_of(fullest.layers[index]):
+            tensors = [
+                read(cache.layers[index], state.name) if cache.num_tokens else None for cache in caches
+            ]
+            rows = _rows(tensors, state, length)
+            stacked[state.name] = torch.cat(rows, state.batch_axis).repeat_interleave(
+                num_each, state.batch_axis
+            )
+        put(layer, stacked)
+        if stacked and window is not None:
             layer.cumulative_length = longest
     return together
 
 
-def _stacked(states: Sequence[torch.Tensor], length: int, num_each: int) -> torch.Tensor:
-    """The last `length` tokens of each `[1, H, n, D]` as rows of one tensor, zeros before those of shorter ones."""
-    padded = [F.pad(s[:, :, -length:], (0, 0, max(0, length - s.shape[2]), 0)) for s in states]
-    return torch.cat(padded).repeat_interleave(num_each, dim=0)
+def _rows(tensors: Sequence[torch.Tensor | None], state: State, length: int) -> list[torch.Tensor]:
+    """One state of every row, equally long: the last `length` tokens, zeros before those of shorter rows.
+
+    Nothing is held of a row that is one token long: that is a state of zeros.
+    """
+    like = next(tensor for tensor in tensors if tensor is not None)
+    axis = state.token_axis
+    if axis is None:
+        return [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
+    rows = []
+    for tensor in tensors:
+        held = like.narrow(axis, 0, 0) if tensor is None else tensor
+        held = held.narrow(axis, max(0, held.shape[axis] - length), min(length, held.shape[axis]))
+        shape = [length - held.shape[axis] if a == axis else n for a, n in enumerate(held.shape)]
+        rows.append(torch.cat([held.new_zeros(shape), held], axis))
+    return rows

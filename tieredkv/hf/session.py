@@ -30,7 +30,7 @@ from .explain import Divergence, Explain, PrefillSpeed, divergence
 from .live_model import LiveModel
 from .memory import SessionMemory
 from .prefetch import Prefetch
-from .rows import Asked, Generated, generate_rows, prefill
+from .rows import Asked, Generated, compute_rest, generate_rows
 from .stream import Answer, Generation, TextPieces
 from .template import Message, Prompt, Template
 from .transcript import Transcript
@@ -206,7 +206,7 @@ class ChatSession:
         tokens, diverged = self._begin(prompt)
         cache = self._attach(tokens, False, diverged)[self._live.cache_name]
         began, num_held = time.perf_counter(), cache.num_tokens
-        prefill(self._live, cache, tokens[:-1])
+        compute_rest(self._live, cache, tokens[:-1])
         self._speed.note(len(tokens) - 1 - num_held, time.perf_counter() - began)
         return Asked(tokens, cache, self._keep)
 
