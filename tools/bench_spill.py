@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 from bench.child import ChildFailed
-from bench.figures import Figure
+from bench.figures import Figure, unmeasured
 from bench.machine import describe
 from bench.plan import Plan
 from bench.progress import Progress
@@ -80,13 +80,17 @@ def main(
 def measure(plan: Plan, names: list[str], as_json: bool, report: Path | None) -> None:
     """Run these parts, and show what they found in every way asked for."""
     machine, began = describe(plan.root), time.perf_counter()
+    plan.progress.say(f"measuring {', '.join(names)}; {plan.runs} runs of each")
     found: list[Figure | Sheet] = []
+    failed = False
     try:
         for name in names:
-            found += SECTIONS[name](plan)
-    except ChildFailed as error:
-        plan.progress.console.print(f"a measurement failed: {error}", style="red", markup=False)
-        raise typer.Exit(2) from error
+            try:
+                found.extend(SECTIONS[name](plan))
+            except ChildFailed as error:
+                failed = True
+                plan.progress.console.print(f"{name} failed: {error}", style="red", markup=False)
+                found.append(unmeasured(f"rest_of_{name}_num", "-", str(error).strip().splitlines()[-1]))
     finally:
         shutil.rmtree(plan.root, ignore_errors=True)
     figures = [one for one in found if isinstance(one, Figure)]
@@ -104,8 +108,8 @@ def measure(plan: Plan, names: list[str], as_json: bool, report: Path | None) ->
         console.print(f"report: {report}", highlight=False)
     if as_json:
         typer.echo(json.dumps(result))
-    if any(figure.met is False for figure in figures):
-        raise typer.Exit(1)
+    if failed or any(figure.met is False for figure in figures):
+        raise typer.Exit(2 if failed else 1)
 
 
 if __name__ == "__main__":

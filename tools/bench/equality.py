@@ -19,7 +19,9 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 24
 NUM_CHAINS = 12
 _WAIT_S = 30.0
-_CONFIG = Config(device_nbytes=4 * MiB, host_nbytes=6 * MiB, disk_nbytes=128 * MiB, block_size=BLOCK_SIZE)
+_CONFIG = Config(
+    device_nbytes=4 * MiB, host_nbytes=6 * MiB, disk_nbytes=128 * MiB, block_size=BLOCK_SIZE, deadline_s=_WAIT_S
+)  # fmt: skip
 
 
 def layout() -> BlockLayout:
