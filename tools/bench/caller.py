@@ -31,11 +31,11 @@ _WAIT_S = 120.0
 def measure(plan: Plan) -> Iterator[Figure]:
     plan.progress.say("time in store")
     with tidied(plan.root / "stall") as path:
-        found = try_job(stall, path=path, rounds=plan.runs, **vars(_PROMPT))
+        found = try_job(stall, path=path, rounds=plan.rounds, **vars(_PROMPT))
     yield stall_figure(found)
     plan.progress.say("decoding while blocks spill")
     with tidied(plan.root / "decode") as path:
-        found = try_job(decode, path=path, rounds=plan.runs, **vars(_SPILLED))
+        found = try_job(decode, path=path, rounds=plan.rounds, **vars(_SPILLED))
     yield from decode_figures(found)
 
 

@@ -14,7 +14,7 @@ class Plan:
 
     Attributes:
         root: an empty directory on the disk to be measured.
-        runs: repeats of each measurement; figures are medians.
+        runs: repeats of each measurement in fresh processes; figures are medians.
         quick: smaller and fewer, for a run of less than two minutes.
         num_blocks: blocks of the large store of the first figures.
         rivals_home: where environments of rivals lie; None leaves those rivals out.
@@ -30,3 +30,8 @@ class Plan:
     rivals_home: Path | None = None
     trace: Path | None = None
     prefill_tokens_s: float | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Repeats within one process: cheap, so three at least."""
+        return max(3, self.runs)

@@ -14,7 +14,7 @@ Section = Callable[[Plan], Iterable[Figure | Sheet]]
 
 SECTIONS: Mapping[str, Section] = {
     "basics": lambda plan: basics.measure(plan.root, plan.progress, plan.num_blocks, plan.runs),
-    "speed": lambda plan: speed.measure(plan.root, plan.progress, plan.runs, plan.quick),
+    "speed": lambda plan: speed.measure(plan.root, plan.progress, plan.rounds, plan.quick),
     "rivals": lambda plan: ranking.measure(
         plan.root, plan.progress, plan.runs, ranking.QUICK if plan.quick else ranking.FULL, plan.rivals_home
     ),
@@ -23,5 +23,5 @@ SECTIONS: Mapping[str, Section] = {
     "table": table.measure,
     "workloads": hits.measure,
 }
-QUICK_RUNS = 2
+QUICK_RUNS = 1
 QUICK_NUM_BLOCKS = 20_000

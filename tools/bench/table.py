@@ -34,14 +34,16 @@ def lookups(plan: Plan) -> Iterator[Figure]:
     name = f"lookup_{_LOOKUP_TOKENS}_tokens_ms"
     plan.progress.say(f"lookups of {_LOOKUP_TOKENS:,} tokens")
     with tidied(plan.root / "lookup") as path:
-        found = try_job(scale.look_up, path=path, rounds=50 * plan.runs)
+        found = try_job(scale.look_up, path=path, rounds=50 * plan.rounds)
     ratio = f"lookup_{_LOOKUP_TOKENS}_tokens_over_vllm_pool_ratio"
     if isinstance(found, str):
         yield unmeasured(name, f"< {MAX_LOOKUP_MS:g}", found)
         yield unmeasured(ratio, f">= {MIN_OVER_VLLM:g}", found)
         return
     ms = found["seconds"] * 1e3
-    how = f"{found['num_tokens']:,} tokens found on the device, hashing included, median of {50 * plan.runs}"
+    how = (
+        f"{found['num_tokens']:,} tokens found on the device, hashing included, median of {50 * plan.rounds}"
+    )
     yield at_most(name, ms, MAX_LOOKUP_MS, how)
     yield _over_vllm(plan, ratio, ms)
 
@@ -55,7 +57,7 @@ def _over_vllm(plan: Plan, name: str, ms: float) -> Figure:
     except CannotInstall as error:
         return unmeasured(name, must, str(error))
     sizes = {"num_tokens": _LOOKUP_TOKENS, "block_size": scale.BLOCK_SIZE}
-    found = try_job(vllm_pool.look_up, python=python, rounds=10 * plan.runs, **sizes)
+    found = try_job(vllm_pool.look_up, python=python, rounds=10 * plan.rounds, **sizes)
     if isinstance(found, str) or found["num_found"] != found["num_blocks"]:
         return unmeasured(name, must, found if isinstance(found, str) else f"it found {found}")
     theirs = found["seconds"] * 1e3
@@ -66,7 +68,7 @@ def growth(plan: Plan) -> Iterator[Figure]:
     num_blocks = 2_000 if plan.quick else 20_000
     plan.progress.say(f"lookup and store with {num_blocks:,} and {10 * num_blocks:,} blocks")
     with tidied(plan.root / "growth") as path:
-        found = try_job(scale.ten_times, path=path, num_blocks=num_blocks, rounds=4 * plan.runs)
+        found = try_job(scale.ten_times, path=path, num_blocks=num_blocks, rounds=4 * plan.rounds)
     for what in ("lookup", "store"):
         name = f"{what}_with_10_times_more_blocks_ratio"
         if isinstance(found, str):
@@ -86,7 +88,7 @@ def growth(plan: Plan) -> Iterator[Figure]:
 
 def recovery(plan: Plan) -> Iterator[Sheet]:
     """Opening after SIGKILL, and after a clean close, against the number of blocks."""
-    sizes = (1_000, 5_000, 20_000) if plan.quick else (1_000, 10_000, 50_000, 200_000)
+    sizes = (1_000, 10_000) if plan.quick else (1_000, 10_000, 50_000, 200_000)
     rows = []
     for num_blocks in sizes:
         plan.progress.say(f"recovering {num_blocks:,} blocks")

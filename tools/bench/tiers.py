@@ -52,9 +52,9 @@ def geometry() -> Sheet:
 
 
 def latencies(plan: Plan) -> Iterator[Sheet]:
-    """One block at a time, and a prompt of 2,048 tokens at a time."""
+    """One block at a time, and a prompt of 2,048 tokens at a time; with `quick` only blocks."""
     rows: list[tuple[str | float | None, ...]] = []
-    repeats = {1: 30, 64: 6} if plan.quick else {1: 200, 64: 30}
+    repeats = {1: 50} if plan.quick else {1: 200, 64: 30}
     for num_parts, count in repeats.items():
         what = "a block" if num_parts == 1 else f"a prompt of {num_parts * BLOCK_SIZE:,} tokens"
         size = Size(_PART_NBYTES, num_parts)
@@ -83,7 +83,7 @@ def memory(plan: Plan) -> Iterator[Figure | Sheet]:
     size = Size(_PART_NBYTES, 32 if plan.quick else 64)
     plan.progress.say("copies between host and device tier")
     with tidied(plan.root / "moves") as path:
-        found = try_job(moves.memory, path=path, rounds=2 * plan.runs, **vars(size))
+        found = try_job(moves.memory, path=path, rounds=2 * plan.rounds, **vars(size))
     yield _copy("host_to_device", found, "up", size.nbytes, "one copy")
     yield _copy(
         "device_to_host", found, "down", 2 * size.nbytes, "a prompt in, an older one down: two copies"

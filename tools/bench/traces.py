@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -36,9 +37,9 @@ class Workload:
 
 
 def all_workloads(trace: Path | None, quick: bool) -> list[Workload]:
-    """The four that a run shows, two of them small with `quick`; chats are real ones where `trace` has them."""
+    """The four that a run shows, one of them small with `quick`; chats are real ones where `trace` has them."""
     if quick:
-        return [chats(trace, 250), shared_system_prompt(250)]
+        return [chats(trace, 250)]
     return [one_long_chat(360), chats(trace, 1500), shared_system_prompt(900), scan(750)]
 
 
