@@ -35,13 +35,14 @@ def measure(root: Path, progress: Progress, runs: int, quick: bool = False) -> I
 
     `quick` leaves out all part sizes but 2 MiB.
     """
-    sizes = {size: least for size, least in SIZES.items() if size.part_nbytes == 2 * MiB or not quick}
-    beside: list[Figure] = []
-    for size, (least_spill, least_restore) in sizes.items():
-        found = list(disk_figures(root, progress, size, least_spill, least_restore, runs))
-        beside += found[:2]
-        yield from found
-    yield beside_raw(list(sizes), beside)
+    beside: dict[transfer.Size, list[Figure]] = {}
+    for size, (least_spill, least_restore) in SIZES.items():
+        if quick and size.part_nbytes != 2 * MiB:
+            yield from left_out(size, least_spill, least_restore)
+            continue
+        beside[size] = list(disk_figures(root, progress, size, least_spill, least_restore, runs))
+        yield from beside[size]
+    yield beside_raw(beside)
     for disk_io, least in MIN_WARM.items():
         progress.say(f"warm restore, disk_io={disk_io}")
         name = f"warm_restore_{disk_io}_over_memcpy_ratio"
@@ -54,7 +55,7 @@ def measure(root: Path, progress: Progress, runs: int, quick: bool = False) -> I
 def disk_figures(
     root: Path, progress: Progress, size: transfer.Size, least_spill: float, least_restore: float, runs: int
 ) -> Iterator[Figure]:
-    name = format_nbytes(size.part_nbytes).replace(".0 ", "").lower()
+    name = _name(size)
     progress.say(f"spill and cold restore, parts of {format_nbytes(size.part_nbytes)}")
     with tidied(root / "store") as store, tidied(root / "raw") as raw:
         common = {"path": store, "raw_path": raw, "rounds": runs, "disk_io": "direct", **vars(size)}
@@ -70,14 +71,24 @@ def disk_figures(
         )  # fmt: skip
 
 
-def beside_raw(sizes: Sequence[transfer.Size], found: Sequence[Figure]) -> Sheet:
-    """GB/s by part size, from the two figures of each."""
+def left_out(size: transfer.Size, least_spill: float, least_restore: float) -> Iterator[Figure]:
+    for way, least in (("spill", least_spill), ("cold_restore", least_restore)):
+        name = f"{way}_{_name(size)}_over_raw_ratio"
+        yield unmeasured(name, f">= {least:g}", "--quick measures parts of 2 MiB alone")
+
+
+def _name(size: transfer.Size) -> str:
+    return format_nbytes(size.part_nbytes).replace(".0 ", "").lower()
+
+
+def beside_raw(found: Mapping[transfer.Size, Sequence[Figure]]) -> Sheet:
+    """GB/s by part size, from the first two figures of each."""
     rows = [
         (
             format_nbytes(size.part_nbytes),
-            *(figure.more.get(key) for figure in pair for key in ("ours_gb_s", "limit_gb_s")),
+            *(figure.more.get(key) for figure in figures[:2] for key in ("ours_gb_s", "limit_gb_s")),
         )
-        for size, pair in zip(sizes, zip(found[::2], found[1::2], strict=True), strict=True)
+        for size, figures in found.items()
     ]
     return Sheet(
         "Spill and restore beside raw transfers",

@@ -59,9 +59,9 @@ def chats(trace: Path | None, num_requests: int) -> Workload:
     if path is None:
         requests = _made_chats(num_requests, num_open=40, shared=4)
         return Workload(name, f"{num_requests} requests made from seed {SEED}", requests)
-    return Workload(
-        name, f"{path.name}, the first {num_requests} requests", read_mooncake(path, num_requests)
-    )
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    source = f"{path.name} (SHA-256 {digest}), the first {num_requests} requests"
+    return Workload(name, source, read_mooncake(path, num_requests))
 
 
 def find(trace: Path | None) -> Path | None:
