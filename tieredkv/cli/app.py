@@ -1,4 +1,4 @@
-"""The commands: `demo`, `stat`, `fsck`. Errors of ours are one line; others are bugs and show a trace."""
+"""The commands. Errors of ours are one line; others are bugs and show a trace."""
 
 from __future__ import annotations
 
@@ -63,6 +63,36 @@ def stat(directory: Directory, as_json: AsJson = False) -> None:
         print(json.dumps(asdict(found)))
     else:
         print_stat(Console(), found)
+
+
+@app.command()
+def sessions(directory: Directory, as_json: AsJson = False) -> None:
+    """The conversations in a store: messages, tokens, bytes, wishes, last use. Never what was said."""
+    from ..audit.sessions import list_sessions
+    from .sessions import print_sessions
+
+    found = list_sessions(directory)
+    if as_json:
+        print(json.dumps({"sessions": [asdict(info) for info in found]}))
+    else:
+        print_sessions(Console(), found)
+
+
+@app.command()
+def explain(
+    directory: Directory,
+    session: Annotated[str, typer.Argument(metavar="SESSION", help="A session's name.")],
+    as_json: AsJson = False,
+) -> None:
+    """What a resume of a session would find after a restart, by tier, and why not more."""
+    from ..audit.sessions import explain_session
+    from .sessions import print_resume
+
+    found = explain_session(directory, session)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        print_resume(Console(), found)
 
 
 @app.command()

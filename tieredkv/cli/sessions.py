@@ -1,0 +1,57 @@
+"""What `sessions` and `explain` found, for people."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..audit.sessions import ResumeInfo, SessionInfo
+from ..sessions import PRIORITIES
+from ..units import format_nbytes
+
+_DAY_S = 86_400.0
+
+
+def print_sessions(console: Console, sessions: tuple[SessionInfo, ...]) -> None:
+    """One line a session; never what was said in it."""
+    names = (
+        "session",
+        "messages",
+        "tokens",
+        "unshared",
+        "shared",
+        "pinned",
+        "priority",
+        "expires in",
+        "last use",
+    )
+    table = Table(*names)
+    ranks = {rank: name for name, rank in PRIORITIES.items()}
+    for info in sessions:
+        expires = "" if info.expires_in_s is None else f"{max(0.0, info.expires_in_s) / _DAY_S:.1f} days"
+        used = "" if info.used_at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(info.used_at))
+        sizes = format_nbytes(info.unshared_nbytes), format_nbytes(info.shared_nbytes)
+        wishes = "yes" if info.pinned else "", ranks.get(info.priority, "") if info.priority else ""
+        counts = f"{info.num_turns}", f"{info.num_tokens:,}"
+        table.add_row(escape(info.name), *counts, *sizes, *wishes, expires, used)
+    console.print(table if sessions else "no sessions")
+
+
+def print_resume(console: Console, found: ResumeInfo) -> None:
+    """What a resume would find, by tier, and why not more."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_row("session", escape(found.name))
+    tiers = ", ".join(f"{tier} {count:,}" for tier, count in found.by_tier.items())
+    facts.add_row(
+        "found", f"{found.num_restorable:,} of {found.num_tokens:,} tokens" + (f" ({tiers})" if tiers else "")
+    )
+    facts.add_row("why not more", found.reason + (f": {found.detail}" if found.detail else ""))
+    anchors = ", ".join(
+        f"{at:,}" + ("" if good else " (not restorable)") for at, good in found.anchors.items()
+    )
+    facts.add_row("anchors", anchors or "none")
+    console.print(facts, highlight=False, soft_wrap=True)
