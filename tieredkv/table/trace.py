@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -296,10 +297,12 @@ def encode(noted: list[_Noted]) -> Records:
         ("lsn", [n.lsn for n in noted]),
         ("event", [n.event for n in noted]),
         ("tier", [n.tier for n in noted]),
+        ("group", [n.group if isinstance(n.group, int) else EVERY_GROUP for n in noted]),
     ):
         records[name] = np.repeat(np.array(values, dtype=np.uint64), counts)
-    groups = [np.broadcast_to(np.asarray(n.group), count) for n, count in zip(noted, counts, strict=True)]
-    records["group"] = np.concatenate(groups)
+    for n, end in zip(noted, accumulate(counts), strict=True):
+        if not isinstance(n.group, int):
+            records["group"][end - len(n.group) : end] = n.group
     records["digest"] = np.concatenate([n.digests for n in noted])
     records["parent"] = np.concatenate([n.parents for n in noted])
     records["parent"][~np.concatenate([n.has_parent for n in noted])] = 0

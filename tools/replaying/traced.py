@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from tieredkv.table.trace import read_trace
 _BLOCK_SIZE = 32
 _NUM_PROMPTS, _NUM_TOKENS = 24, 32 * 32 + 1
 _NUM_LAYERS = 4
-_PAIRS = 9
+_PAIRS = 15
 
 
 def compare(say: Say, path: str) -> dict[str, Any]:
@@ -27,6 +28,8 @@ def compare(say: Say, path: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with _cache(f"{path}/without", False) as without, _cache(f"{path}/with", True) as traced:
+        gc.collect()
+        gc.freeze()  # a full collection falls into one loop or another, and costs more than the trace
         for number in range(_PAIRS + 1):
             order = (False, True) if number % 2 else (True, False)
             for trace in order:
