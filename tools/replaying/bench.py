@@ -122,7 +122,7 @@ def _what_limits(root: Path, theirs: float) -> str:
     round_ms = commits.NUM_WRITERS / unsynced * 1e3
     return (
         f"; a sync alone takes {alone_ms:.2f} ms, each of {commits.NUM_WRITERS} at once {together_ms:.2f} ms;"
-        f" our round of {commits.NUM_WRITERS} without any sync {round_ms:.2f} ms, the interpreter and thread switches;"
+        f" our round of {commits.NUM_WRITERS} without any sync {round_ms:.2f} ms, interpreter and thread switches;"
         f" so no log with one sync at a time gets above {together_ms / alone_ms:.2f} here"
     )
 
