@@ -160,6 +160,8 @@ def _one(times: Times, root: Path, load: Load, entry: Entry, python: str) -> Non
         return
     if found["cold_share"] < race.MIN_READ:
         times.notes[entry.name] = f"only {found['cold_share']:.0%} of a cold read came from the disk"
+        times.seconds.get(entry.name, {}).pop("cold_s", None)
+    if entry.name in times.notes:
         del found["cold_s"]
     times.add(entry.name, found)
 
