@@ -13,8 +13,8 @@ import torch
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from conforming import cells, compare, report, states  # noqa: E402
-from conforming.scene import Scene, following  # noqa: E402
+from conforming import cells, compare, report, section, states  # noqa: E402
+from conforming.scene import Scene, following, quiet  # noqa: E402
 from conforming.verdict import (  # noqa: E402
     CHECKPOINT,
     EXACT,
@@ -30,7 +30,7 @@ from conforming.verdict import (  # noqa: E402
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    cells.quiet()
+    quiet()
     yield
     torch.set_num_threads(before)
 
@@ -136,12 +136,12 @@ def test_figures_count_what_must_not_be() -> None:
 
 def test_the_section_is_written_between_its_marks_alone(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write_section(readme, "new")
-    assert readme.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
-    readme.write_text(f"{report.END} {report.BEGIN}")
+    readme.write_text(f"before\n{section.BEGIN}\nold\n{section.END}\nafter\n")
+    section.write_section(readme, "new")
+    assert readme.read_text() == f"before\n{section.BEGIN}\n\nnew\n\n{section.END}\nafter\n"
+    readme.write_text(f"{section.END} {section.BEGIN}")
     with pytest.raises(ValueError, match="must hold"):
-        report.write_section(readme, "new")
+        section.write_section(readme, "new")
 
 
 def test_names_are_found_by_their_beginnings() -> None:

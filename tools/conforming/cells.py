@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from tieredkv.errors import TieredKVError
 
+from .environments import installed
 from .fake_devices import FakeDevices
 from .families import FAMILIES
 from .family import Family
@@ -22,12 +22,6 @@ from .stock import Stock, cache_name
 from .verdict import ABSENT, REFUSED, WRONG, Cell, DidNotHappen
 
 _NUM_HELD, _NUM_ASKED = 40, 60
-
-
-def quiet() -> None:
-    """Only what a cell finds is to be seen."""
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("tieredkv").setLevel(logging.CRITICAL)
 
 
 def chosen(families: Sequence[str], operations: Sequence[str]) -> tuple[list[Family], list[Operation]]:
@@ -43,15 +37,14 @@ def cells_of(family: Family, operations: Sequence[Operation]) -> Iterator[Cell]:
     """One row of the table; each cell in a folder and with a model of its own."""
     torch.set_num_threads(1)  # models this small only wait for one another's threads
     for operation in operations:
-        if not family.exists():
-            why = f"transformers {transformers.__version__} has no {family.model}"
-            yield Cell(family.name, operation.name, ABSENT, None, why)
-            continue
         with tempfile.TemporaryDirectory(prefix="tieredkv-conformance-") as folder:
-            yield cell(family, operation, Path(folder))
+            yield replace(cell(family, operation, Path(folder)), transformers=installed())
 
 
 def cell(family: Family, operation: Operation, folder: Path) -> Cell:
+    if not family.exists():
+        why = f"transformers {installed()} has no {family.prefix}{family.model}"
+        return Cell(family.name, operation.name, ABSENT, None, why)
     try:
         with Scene(family, folder, family.build()) as scene:
             found = operation.run(scene)

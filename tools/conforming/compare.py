@@ -79,11 +79,13 @@ def same_lengths(scene: Scene, before: Sequence[Forward], turn: Turn) -> str:
     stock = Stock(scene.model, scene.family)
     stock.play(calls_up_to(scene, before, turn.num_reused))
     stock.back_to(turn.num_reused)
-    if turn.num_reused:
-        different = first_difference(turn.restored, stock.states())
+    early, late = turn.forwards[: turn.num_early], turn.forwards[turn.num_early :]
+    played = stock.play(early)
+    if stock.num_tokens:
+        different = first_difference(turn.attached, stock.states())
         if different:
             return f"restored tensors: {different}"
-    for ours, logits in zip(turn.forwards, stock.play(turn.forwards), strict=True):
+    for ours, logits in zip(turn.forwards, [*played, *stock.play(late)], strict=True):
         if not torch.equal(ours.logits, logits):
             error = (ours.logits.double() - logits.double()).abs().max().item()
             return (
@@ -153,7 +155,7 @@ def _before(scene: Scene, history: Sequence[Turn], row: Row) -> Stock:
     stock.play(calls_up_to(scene, all_forwards(list(history)), start))
     stock.back_to(start)
     stock.play(row.forwards)
-    stock.back_to(row.prompt.shape[1] - 1)
+    stock.trim()
     return stock
 
 

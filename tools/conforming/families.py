@@ -58,10 +58,10 @@ _OLD_NAMES: Settings = {**_TOKENS, "n_layer": 4, "n_head": 4}
 
 _NAMED = (
     Family("GPT-2", "GPT2", {**_OLD_NAMES, "n_embd": 64, "n_positions": 1024}, model="LMHeadModel"),
-    Family("Llama", "Llama", _BASE),
+    Family("Llama", "Llama", _BASE, in_new_process=True),
     Family("Qwen3", "Qwen3", {**_BASE, "head_dim": 16}),
     Family("Mistral, sliding", "Mistral", _SLIDING),
-    Family("Gemma 3", "Gemma3", _ALTERNATING, config="TextConfig"),
+    Family("Gemma 3", "Gemma3", _ALTERNATING, config="TextConfig", in_new_process=True),
     Family("Gemma 4", "Gemma4", {**_SHARING, "global_head_dim": 16}, config="TextConfig"),
     Family("gpt-oss", "GptOss", {**_SLIDING, **_LOCAL_EXPERTS}),
     Family("DeepSeek-V3", "DeepseekV3", _LATENT),
@@ -72,7 +72,7 @@ _NAMED = (
         "expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8,
         "mamba_dt_rank": 8, "use_mamba_kernels": False,
     }, HYBRID, step=1),
-    Family("Bamba", "Bamba", {**_MAMBA, "attn_layer_indices": [1, 3]}, HYBRID),
+    Family("Bamba", "Bamba", {**_MAMBA, "attn_layer_indices": [1, 3]}, HYBRID, in_new_process=True),
     Family("Falcon-H1", "FalconH1", {**_MAMBA, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4}, HYBRID),
     Family("LFM2", "Lfm2", {**_BASE, "layer_types": ["conv", "full_attention"] * 2}, HYBRID),
     Family("Mamba", "Mamba", _PURE, RECURRENT, step=1),

@@ -23,6 +23,7 @@ class Family:
         step: at most so many tokens a forward behind a cache, where the family itself ignores its recurrent
             state in longer ones (0: any number).
         config, model: how its two classes end.
+        in_new_process: whether a restart is also one of the process.
         vision: settings of a configuration whose text part `settings` are.
     """
 
@@ -33,6 +34,7 @@ class Family:
     step: int = 0
     config: str = "Config"
     model: str = "ForCausalLM"
+    in_new_process: bool = False
     vision: Mapping[str, Any] | None = None
 
     def exists(self) -> bool:

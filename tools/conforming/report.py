@@ -1,10 +1,9 @@
-"""The table: as figures, for a terminal, and as the README's section."""
+"""The table as figures, and for a terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.figures import Figure, none_of, shown
 from rich.console import Console
@@ -12,12 +11,10 @@ from rich.table import Table
 
 from .families import FAMILIES
 from .family import ATTENTION
+from .section import MARKS
 from .verdict import ABSENT, CHECKPOINT, EXACT, REFUSED, WRONG, Cell
 
-BEGIN = "<!-- conformance: written by tools/conformance.py --markdown -->"
-END = "<!-- end of conformance -->"
 _LEAST_OF_RECURRENT = ("resume", "fork", "rollback", "edited message")
-_MARKS = {EXACT: "●", CHECKPOINT: "○", REFUSED: "–", WRONG: "✗", ABSENT: " "}
 _STYLES = {EXACT: "green", CHECKPOINT: "cyan", REFUSED: "yellow", WRONG: "bold red", ABSENT: "dim"}
 
 
@@ -39,7 +36,7 @@ def figures(cells: Sequence[Cell]) -> list[Figure]:
         none_of("cells_that_are_wrong_num", len(wrong), _named(wrong)),
         none_of("refused_attention_cells_num", len(refused), _named(refused)),
         none_of("recurrent_cells_below_checkpoint_num", len(below), _named(below)),
-        *(shown(f"{verdict}_cells_num", counts[verdict]) for verdict in _MARKS if verdict != WRONG),
+        *(shown(f"{verdict}_cells_num", counts[verdict]) for verdict in MARKS if verdict != WRONG),
     ]
 
 
@@ -56,7 +53,7 @@ def show(console: Console, cells: Sequence[Cell], found: Sequence[Figure], secon
         table.add_column(column)
     for family in dict.fromkeys(cell.family for cell in cells):
         marks = {
-            c.operation: f"[{_STYLES[c.verdict]}]{_MARKS[c.verdict]}[/]" for c in cells if c.family == family
+            c.operation: f"[{_STYLES[c.verdict]}]{MARKS[c.verdict]}[/]" for c in cells if c.family == family
         }
         table.add_row(family, *(marks.get(name, "") for name in operations))
     console.print(table)
@@ -64,23 +61,9 @@ def show(console: Console, cells: Sequence[Cell], found: Sequence[Figure], secon
         console.print(f"{number:3} {name}", highlight=False)
     for cell in cells:
         if cell.reason and cell.verdict in (WRONG, REFUSED):
-            where = f"{cell.family}, {cell.operation}: {cell.verdict}: {cell.reason}"
+            where = f"{cell.transformers} {cell.family}, {cell.operation}: {cell.verdict}: {cell.reason}"
             console.print(where, style=_STYLES[cell.verdict], markup=False, highlight=False)
     marks = {True: "met", False: "not met", None: ""}
     for figure in found:
         line = f"{figure.name} {figure.value:g} (must be {figure.must}) {marks[figure.met]} {figure.detail}"
         console.print(line, markup=False, highlight=False)
-
-
-def write_section(readme: Path, text: str) -> None:
-    """Put `text` between the README's two marks.
-
-    Raises:
-        ValueError: the marks are not there, once each and in order.
-    """
-    whole = readme.read_text(encoding="utf-8")
-    head, begin, rest = whole.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in tail:
-        raise ValueError(f"{readme} must hold {BEGIN!r} and then {END!r}, once each")
-    readme.write_text(f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}", encoding="utf-8")

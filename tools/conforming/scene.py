@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import transformers
 
 import tieredkv
 from tieredkv.hf import ChatModel
@@ -34,14 +36,16 @@ class Turn:
 
     Attributes:
         tokens: `[1, n]`: the prompt and its answer.
-        restored: the tensors in the cache before the first forward.
+        attached: the tensors in the cache that was handed over, after `num_early` of the forwards: a recurrent family
+            computes part of a prompt before, so that it can keep a state there.
         forwards: all of the turn's.
         by_tier, reason: where what was reused came from, and why it was not more.
     """
 
     num_prompt: int
     tokens: torch.Tensor
-    restored: States
+    attached: States
+    num_early: int
     forwards: list[Forward]
     by_tier: Mapping[str, int]
     reason: str
@@ -84,15 +88,18 @@ class Scene:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.recorder.__exit__(kind, error, trace)
-        for kv in self._opened:
-            kv.close()
+        self.close()
 
     def open(self, name: str = "store", **budgets: Any) -> ChatModel:
         """The model over the store of that name, in a cache object of its own; any earlier one is closed."""
-        for kv in self._opened:
-            kv.close()
+        self.close()
         self._opened.append(tieredkv.open(self.folder / name, tieredkv.Config(**{**_BUDGETS, **budgets})))
         return ChatModel(self._opened[-1], self.model, self._tokenizer)
+
+    def close(self) -> None:
+        """Close whatever store is open."""
+        for kv in self._opened:
+            kv.close()
 
     def settle(self) -> None:
         """Wait until all that was stored lies on disk too, and see that the cache is sound."""
@@ -103,9 +110,9 @@ class Scene:
 
     def say(self, session: Any, ids: torch.Tensor, num_new: int = NUM_NEW, **options: Any) -> Turn:
         """Attach a whole prompt `[1, n]`, generate greedily, commit."""
-        given = session.attach(ids, assisted=_is_assisted(options))
-        restored = states_of(cache_of(given))
         self.recorder.take()
+        given = session.attach(ids, assisted=_is_assisted(options))
+        forwards, attached = self.recorder.take(), states_of(cache_of(given))
         out = self.model.generate(**given, max_new_tokens=num_new, do_sample=False, **options)
         session.commit(out)
         tokens = torch.from_numpy(session.tokens.astype("int64"))[None]
@@ -113,7 +120,13 @@ class Scene:
             raise AssertionError("the session does not hold the prompt that was attached")
         explain = session.last_explain
         return Turn(
-            ids.shape[1], tokens, restored, self.recorder.take(), dict(explain.by_tier), explain.reason
+            num_prompt=ids.shape[1],
+            tokens=tokens,
+            attached=attached,
+            num_early=len(forwards),
+            forwards=[*forwards, *self.recorder.take()],
+            by_tier=dict(explain.by_tier),
+            reason=explain.reason,
         )
 
     def say_in_rows(
@@ -144,6 +157,12 @@ class Scene:
             turns.append(self.say(session, ids, **options))
             ids = following(turns[-1].tokens, NUM_SAID, seed * 100 + number)
         return turns
+
+
+def quiet() -> None:
+    """Only what a cell finds is to be seen."""
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("tieredkv").setLevel(logging.CRITICAL)
 
 
 def random_ids(num_tokens: int, seed: int) -> torch.Tensor:

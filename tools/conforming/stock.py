@@ -73,12 +73,12 @@ class Stock:
         Raises:
             CannotGoBack: a recurrent state, of which no copy was made at that length.
         """
+        if num_tokens == self.num_tokens:
+            return
         if num_tokens == 0:
             self.cache = self.new_cache()
-        elif self._croppable:  # by nothing too, for that trims windows to what attention sees
+        elif self._croppable:
             self.cache.crop(num_tokens - self.num_tokens)
-        elif num_tokens == self.num_tokens:
-            return
         elif num_tokens in self._snapshots:
             self.cache = copy.deepcopy(self._snapshots[num_tokens])
         else:
@@ -101,7 +101,14 @@ class Stock:
             given.append(self.forward(forward.ids, forward.num_asked))
         return given
 
+    def trim(self) -> None:
+        """Let go of what windows remember only to go back, as after any call without that."""
+        if self._croppable and self.num_tokens:
+            self.cache.crop(0)
+
     def states(self) -> States:
+        """What the next call would see; nothing before the window can be gone back to afterwards."""
+        self.trim()
         return states_of(self.cache)
 
 

@@ -27,7 +27,9 @@ class Finding:
 class Cell:
     """One cell of the table.
 
-    `by_transformers`: a refusal that is transformers' own, for the stock cache as well.
+    Attributes:
+        by_transformers: a refusal that is transformers' own, for the stock cache as well.
+        transformers: the minor release it was found in.
     """
 
     family: str
@@ -36,6 +38,7 @@ class Cell:
     max_abs_logit_error: float | None
     reason: str
     by_transformers: bool = False
+    transformers: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..compare import Wanted, judge
 from ..scene import BLOCK_SIZE, NUM_SAID, Scene, Turn, following
 from ..verdict import DidNotHappen, Finding, worst
+from .new_process import say_elsewhere
 
-_NAME, _FORK = "talk", "talk/other"
+_STORE, _NAME, _FORK = "store", "talk", "talk/other"
 _MOST_FILLERS = 12
 
 
@@ -25,13 +26,31 @@ def in_process(scene: Scene) -> Finding:
 
 
 def after_restart(scene: Scene) -> Finding:
-    """A new cache object over the same directory."""
-    with scene.open().session(_NAME) as session:
+    """A new cache object over the same directory; for some families, also a process that did nothing else."""
+    turns = _restarted(scene)
+    found = [_judged(scene, turns[:-1], turns[-1])]
+    if scene.family.in_new_process:
+        ids = following(turns[-1].tokens, NUM_SAID, 73)
+        elsewhere = say_elsewhere(scene, _STORE, _NAME, ids)
+        check_tier(elsewhere, "disk")
+        found.append(_judged(scene, turns, elsewhere))
+    return worst(found)
+
+
+def after_restart_here(scene: Scene) -> Finding:
+    """A new cache object over the same directory, for a model that only this process has."""
+    turns = _restarted(scene)
+    return _judged(scene, turns[:-1], turns[-1])
+
+
+def _restarted(scene: Scene) -> list[Turn]:
+    """Two turns, a restart, and a third."""
+    with scene.open(_STORE).session(_NAME) as session:
         turns = scene.converse(session, 2)
-    with scene.open().session(_NAME) as session:
+    with scene.open(_STORE).session(_NAME) as session:
         turn = _go_on(scene, session, turns)
     check_tier(turn, "disk")
-    return _judged(scene, turns, turn)
+    return [*turns, turn]
 
 
 def from_host(scene: Scene) -> Finding:

@@ -9,8 +9,8 @@ import torch
 
 from ..fake_devices import FIRST, SECOND, FakeDevices, spread
 from ..scene import Scene
-from ..verdict import DidNotHappen, Finding, worst
-from .resuming import after_restart, fork
+from ..verdict import DidNotHappen, Finding
+from .resuming import after_restart_here
 
 _FAKES = (
     "fake devices: CPU tensors that say cpu:1 and cpu:2, with calls across devices refused, layers moved by hooks;"
@@ -26,17 +26,17 @@ def with_attention(name: str) -> Callable[[Scene], Finding]:
         used = scene.model.config.get_text_config(decoder=True)._attn_implementation
         if used != name:
             raise DidNotHappen(f"the model runs {used}, not {name}")
-        return after_restart(scene)
+        return after_restart_here(scene)
 
     return run
 
 
 def with_dtype(dtype: torch.dtype) -> Callable[[Scene], Finding]:
-    """A restart, then a fork, in one dtype."""
+    """A restart in one dtype."""
 
     def run(scene: Scene) -> Finding:
         scene.model.to(dtype)
-        found = after_restart(scene)
+        found = after_restart_here(scene)
         if scene.model.dtype != dtype:
             raise DidNotHappen(f"the model runs in {scene.model.dtype}")
         return found
@@ -50,5 +50,5 @@ def on_two_devices(scene: Scene) -> Finding:
         spread(scene.model)
         if {parameter.device for parameter in scene.model.parameters()} != {FIRST, SECOND}:
             raise DidNotHappen("the model does not lie on two devices")
-        found = after_restart(scene)
+        found = after_restart_here(scene)
     return replace(found, reason="; ".join(filter(None, [found.reason, _FAKES])))
