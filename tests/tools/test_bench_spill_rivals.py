@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from tieredkv.units import KiB
 
@@ -18,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from bench import child
 from bench.figures import Figure
 from bench.machine import file_system, read_nbytes
-from bench.rivals import race, ranking
+from bench.progress import Progress
+from bench.rivals import environment, race, ranking
 from bench.rivals.contestant import BlockStore, Load, drop_cached_pages
 
 LOAD = Load(16, 256 * KiB)
@@ -142,3 +144,12 @@ def test_the_fastest_rival_of_the_kind_is_the_measure() -> None:
 def test_a_race_without_us_or_without_rivals_is_no_figure() -> None:
     assert {row.met for row in raced({ranking.LIGHT[0].name: 1.0})} == {None}
     assert {row.met for row in raced({ranking.DURABLE: 1.0, ranking.UNSYNCED: 1.0})} == {None}
+
+
+def test_a_rival_that_cannot_be_installed_or_was_not_asked_for_says_why() -> None:
+    with pytest.raises(environment.CannotInstall, match="nowhere"):
+        environment._pip(Path(sys.executable), "/nowhere/nobody.whl")
+    times, progress = ranking.Times(), Progress(Console(stderr=True))
+    assert ranking._environments(times, progress, None) == {}
+    assert set(times.missing) == {entry.name for entry in ranking.HEAVY}
+    assert all("--rivals all" in why for why in times.missing.values())

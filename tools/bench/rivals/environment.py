@@ -1,13 +1,12 @@
 """Virtual environments for rivals that would not go beside each other, made once and kept.
 
-Their wheels are installed without their requirements, then the requirements less what needs CUDA or is not
-needed: this box has no GPU, and none of it runs in what is measured.
+Their wheels are installed without their requirements, then the requirements less what wants CUDA: it installs
+on any machine, and none of it runs in what is measured.
 """
 
 from __future__ import annotations
 
 import subprocess
-import sys
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +76,3 @@ def _pip(python: Path, *what: str) -> None:
 
 def default_home() -> Path:
     return Path.home() / ".cache" / "tieredkv" / "rivals"
-
-
-def current() -> Path:
-    return Path(sys.executable)
