@@ -60,10 +60,15 @@ def main(
             status.update(f"transformers {minor}")
             try:
                 packages = environments.environment(minor, folder)
-                found += _cells(packages, [f.name for f in families], [o.name for o in operations], jobs)
+                for cell in _cells(packages, [f.name for f in families], [o.name for o in operations], jobs):
+                    found.append(cell)
+                    console.print(
+                        f"{cell.family}: {cell.operation}: {cell.verdict}", style="dim", markup=False
+                    )
             except environments.ChildFailed as error:
                 console.print(f"a run failed: {error}", style="red", markup=False)
                 raise typer.Exit(2) from error
+    found = cells.in_order(found)
     figures = report.figures(found)
     report.show(console, found, figures, time.perf_counter() - began)
     if markdown:
@@ -77,13 +82,14 @@ def main(
 
 def _cells(
     packages: Path | None, families: Sequence[str], operations: Sequence[str], jobs: int
-) -> list[Cell]:
-    """All cells of one release, in the table's order."""
+) -> Iterator[Cell]:
+    """All cells of one release, as they come."""
     if jobs:
-        found = list(environments.run_all(packages, families, operations, jobs))
-        return sorted(found, key=lambda cell: families.index(cell.family))
+        yield from environments.run_all(packages, families, operations, jobs)
+        return
     rows, columns = cells.chosen(families, operations)
-    return [cell for row in rows for cell in cells.cells_of(row, columns)]
+    for row in rows:
+        yield from cells.cells_of(row, columns)
 
 
 @contextmanager

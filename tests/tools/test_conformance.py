@@ -13,7 +13,7 @@ import torch
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from conforming import cells, compare, report, section, states  # noqa: E402
+from conforming import cells, compare, environments, fake_devices, report, section, states  # noqa: E402
 from conforming.scene import Scene, following, quiet  # noqa: E402
 from conforming.verdict import (  # noqa: E402
     CHECKPOINT,
@@ -142,6 +142,50 @@ def test_the_section_is_written_between_its_marks_alone(tmp_path: Path) -> None:
     readme.write_text(f"{section.END} {section.BEGIN}")
     with pytest.raises(ValueError, match="must hold"):
         section.write_section(readme, "new")
+
+
+def test_the_section_says_where_an_older_release_differs() -> None:
+    table = [
+        Cell("Llama", "fork", EXACT, 1e-6, "", transformers="5.24"),
+        Cell("gpt-oss", "fork", REFUSED, None, "why not", transformers="5.24"),
+        Cell("Llama", "fork", WRONG, 1.0, "layer 0 keys", transformers="5.9"),
+        Cell("gpt-oss", "fork", REFUSED, None, "why not", transformers="5.9"),
+    ]
+    text = section.section(table)
+    assert "transformers 5.24, 5.9; the marks are those of 5.24" in text
+    assert "| Llama | ● |" in text and "| gpt-oss | – |" in text
+    assert "- gpt-oss: fork. *refused: why not*" in text
+    assert "Otherwise in 5.9:\n\n- Llama: fork. *wrong: layer 0 keys*" in text
+
+
+# Where it runs
+
+
+def test_an_environment_is_made_once(tmp_path: Path) -> None:
+    assert environments.environment(environments.installed(), tmp_path) is None
+    (tmp_path / "transformers-5.20").mkdir()
+    assert environments.environment("5.20", tmp_path) == tmp_path / "transformers-5.20"
+
+
+def test_fake_devices_refuse_what_real_ones_refuse() -> None:
+    one, other, here = fake_devices.FIRST, fake_devices.SECOND, torch.device("cpu")
+    with fake_devices.FakeDevices():
+        a, b, c = torch.ones(3, device=one), torch.ones(3, device=other), torch.ones(3)
+        assert (a.device, b.device, c.device) == (one, other, here)
+        assert (a + 1).device == one and a[1:].device == one and torch.zeros_like(b).device == other
+        for bad in (lambda: a + b, lambda: torch.cat([a, c]), lambda: torch.equal(b, c)):
+            with pytest.raises(RuntimeError, match="same device"):
+                bad()
+        with pytest.raises(TypeError, match="copy it to the CPU"):
+            a.numpy()
+        assert torch.equal(a.to(other), b) and a.cpu().numpy().sum() == 3
+        moved = a.to(other)
+        moved.zero_()
+        assert a.sum() == 3, "a move is a copy"
+        a.copy_(torch.full((3,), 5.0, device=other))
+        a[0] = b[0]
+        assert a.tolist() == [1.0, 5.0, 5.0] and a.device == one
+    assert torch.ones(2).device == here
 
 
 def test_names_are_found_by_their_beginnings() -> None:

@@ -14,7 +14,7 @@ from tieredkv.errors import TieredKVError
 
 from .environments import installed
 from .fake_devices import FakeDevices
-from .families import FAMILIES
+from .families import FAMILIES, REAL
 from .family import Family
 from .operations import OPERATIONS, Operation
 from .scene import GREEDY, Scene, random_ids
@@ -25,12 +25,22 @@ _NUM_HELD, _NUM_ASKED = 40, 60
 
 
 def chosen(families: Sequence[str], operations: Sequence[str]) -> tuple[list[Family], list[Operation]]:
-    """Those of these names, or whose names begin so, without regard to case; all where nothing is asked for.
+    """Those of these names, or whose names begin so; all where nothing is asked for. Case does not matter.
+
+    Real weights are taken only by their whole name.
 
     Raises:
         ValueError: nothing begins so.
     """
-    return _named(FAMILIES, families), _named(OPERATIONS, operations)
+    rows = (*FAMILIES, REAL) if REAL.name.lower() in map(str.lower, families) else FAMILIES
+    return _named(rows, families), _named(OPERATIONS, operations)
+
+
+def in_order(found: Sequence[Cell]) -> list[Cell]:
+    """In the order of the table, one release after the other."""
+    names = [family.name for family in (*FAMILIES, REAL)]
+    releases = list(dict.fromkeys(cell.transformers for cell in found))
+    return sorted(found, key=lambda cell: (releases.index(cell.transformers), names.index(cell.family)))
 
 
 def cells_of(family: Family, operations: Sequence[Operation]) -> Iterator[Cell]:
@@ -42,9 +52,8 @@ def cells_of(family: Family, operations: Sequence[Operation]) -> Iterator[Cell]:
 
 
 def cell(family: Family, operation: Operation, folder: Path) -> Cell:
-    if not family.exists():
-        why = f"transformers {installed()} has no {family.prefix}{family.model}"
-        return Cell(family.name, operation.name, ABSENT, None, why)
+    if missing := family.missing():
+        return Cell(family.name, operation.name, ABSENT, None, missing)
     try:
         with Scene(family, folder, family.build()) as scene:
             found = operation.run(scene)

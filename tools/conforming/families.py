@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tieredkv.cli.model import local_copy
+
 from .family import HYBRID, RECURRENT, VOCABULARY, Family
 
 Settings = Mapping[str, Any]
@@ -152,3 +154,7 @@ _IN_WIDE_USE = (
 )  # fmt: skip
 
 FAMILIES = (*_NAMED, *_IN_WIDE_USE)
+REAL = Family(
+    "Gemma 3 270M", "Gemma3", {}, config="TextConfig", weights=local_copy(), num_more=640, in_new_process=True
+)
+"""Real weights, through a window of 512: minutes for each cell, so only where it is asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ class Family:
         step: at most so many tokens a forward behind a cache, where the family itself ignores its recurrent
             state in longer ones (0: any number).
         config, model: how its two classes end.
+        weights: a folder of real weights, instead of random ones.
+        num_more: so many tokens more have its longest prompts, so that they run past a real window.
         in_new_process: whether a restart is also one of the process.
         vision: settings of a configuration whose text part `settings` are.
     """
@@ -34,19 +37,29 @@ class Family:
     step: int = 0
     config: str = "Config"
     model: str = "ForCausalLM"
+    weights: Path | None = None
+    num_more: int = 0
     in_new_process: bool = False
     vision: Mapping[str, Any] | None = None
 
-    def exists(self) -> bool:
-        """Whether the installed release has it."""
+    def missing(self) -> str:
+        """Why it cannot be built here, or nothing."""
         import transformers
 
-        return all(hasattr(transformers, self.prefix + end) for end in (self.config, self.model))
+        if not all(hasattr(transformers, self.prefix + end) for end in (self.config, self.model)):
+            return f"transformers {transformers.__version__} has no {self.prefix}{self.model}"
+        if self.weights is not None and not self.weights.is_dir():
+            return f"no weights in {self.weights}: `tieredkv demo` unpacks them"
+        return ""
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
         """A model in eval mode, always with the same weights."""
         import transformers
 
+        if self.weights is not None:
+            model = getattr(transformers, self.prefix + self.model).from_pretrained(self.weights, dtype=dtype)
+            model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+            return model.eval()
         kind = getattr(transformers, self.prefix + self.config)
         torch.manual_seed(0)
         if self.vision is None:

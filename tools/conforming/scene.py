@@ -28,6 +28,7 @@ _BUDGETS: Mapping[str, Any] = {
     "device_nbytes": "16MiB", "host_nbytes": "8MiB", "disk_nbytes": "256MiB", "block_size": BLOCK_SIZE,
     "device": "cpu",
 }  # fmt: skip
+_LARGE_BUDGETS = {**_BUDGETS, "device_nbytes": "512MiB", "host_nbytes": "256MiB", "disk_nbytes": "4GiB"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Scene:
     def open(self, name: str = "store", **budgets: Any) -> ChatModel:
         """The model over the store of that name, in a cache object of its own; any earlier one is closed."""
         self.close()
-        self._opened.append(tieredkv.open(self.folder / name, tieredkv.Config(**{**_BUDGETS, **budgets})))
+        chosen = {**(_LARGE_BUDGETS if self.family.num_more else _BUDGETS), **budgets}
+        self._opened.append(tieredkv.open(self.folder / name, tieredkv.Config(**chosen)))
         return ChatModel(self._opened[-1], self.model, self._tokenizer)
 
     def close(self) -> None:
@@ -150,12 +152,13 @@ class Scene:
         return rows, forwards[-len(forwards) + sum(len(row.forwards) for row in rows) :]
 
     def converse(self, session: Any, num_turns: int = 3, seed: int = 1, **options: Any) -> list[Turn]:
-        """A conversation of random ids, each prompt going on from all that was said."""
+        """A conversation of random ids, each prompt going on from all that was said; the third is long again."""
         turns: list[Turn] = []
-        ids = random_ids(NUM_PROMPT, seed)
+        ids = random_ids(NUM_PROMPT + self.family.num_more, seed)
         for number in range(num_turns):
             turns.append(self.say(session, ids, **options))
-            ids = following(turns[-1].tokens, NUM_SAID, seed * 100 + number)
+            num_said = NUM_SAID + (self.family.num_more if number == 1 else 0)
+            ids = following(turns[-1].tokens, num_said, seed * 100 + number)
         return turns
 
 

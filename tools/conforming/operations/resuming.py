@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compare import Wanted, judge
-from ..scene import BLOCK_SIZE, NUM_SAID, Scene, Turn, following
+from ..scene import BLOCK_SIZE, NUM_NEW, NUM_PROMPT, NUM_SAID, Scene, Turn, following
 from ..verdict import DidNotHappen, Finding, worst
 from .new_process import say_elsewhere
 
@@ -95,7 +95,8 @@ def _after_eviction(scene: Scene, tier: str, host_nbytes: int | str) -> Finding:
 def _device_nbytes(scene: Scene) -> int:
     """A device tier that holds about two conversations of this family."""
     part_nbytes = scene.open("measure").layout.part_nbytes
-    num_blocks = 2 * (2 * (NUM_SAID + 8) + 53) // BLOCK_SIZE
+    num_tokens = NUM_PROMPT + NUM_SAID + 2 * NUM_NEW + scene.family.num_more
+    num_blocks = 2 * num_tokens // BLOCK_SIZE + 1
     return num_blocks * sum(part_nbytes)
 
 

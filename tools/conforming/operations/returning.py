@@ -10,16 +10,16 @@ _NAME = "talk"
 
 
 def rollback_to_boundary(scene: Scene) -> Finding:
-    return _rolled_back(scene, 96)
+    return _rolled_back(scene, 96 + 2 * scene.family.num_more)
 
 
 def rollback_inside_block(scene: Scene) -> Finding:
-    return _rolled_back(scene, 103)
+    return _rolled_back(scene, 103 + 2 * scene.family.num_more)
 
 
 def rollback_past_window(scene: Scene) -> Finding:
     """Further back than any window and what is kept before it."""
-    return _rolled_back(scene, 69)
+    return _rolled_back(scene, 69 + scene.family.num_more)
 
 
 def rollback_to_zero(scene: Scene) -> Finding:
@@ -59,7 +59,10 @@ def same_prompt_again(scene: Scene) -> Finding:
 
 def shorter_prompt(scene: Scene) -> Finding:
     """A prompt that ends long before what the cache holds."""
-    return _twice(scene, lambda session, turns: scene.say(session, turns[2].tokens[:, :93]), lambda turns: 93)
+    end = 93 + 2 * scene.family.num_more
+    return _twice(
+        scene, lambda session, turns: scene.say(session, turns[2].tokens[:, :end]), lambda turns: end
+    )
 
 
 def _rolled_back(scene: Scene, end: int) -> Finding:
