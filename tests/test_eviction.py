@@ -14,6 +14,7 @@ from core_helpers import (
     MIXED,
     SIZE,
     assert_nothing_stranded,
+    group_of,
     load_checked,
     memory_only_disk,
     opened,
@@ -22,7 +23,7 @@ from core_helpers import (
     store,
 )
 
-from tieredkv import Reason, Turn
+from tieredkv import BlockLayout, Reason, Turn
 from tieredkv.block.anchors import longest_restorable
 from tieredkv.outcomes import Tier
 from tieredkv.plan import Parts
@@ -71,6 +72,28 @@ def test_a_hit_touches_every_tier(tmp_path: Path) -> None:
             assert (kv._table.slot[Tier.DISK, 0, rows] >= 0).all()
         assert kv.stats().tiers[-1].num_evictions > 0
         assert space.lookup(prompt(1)).num_tokens == 0
+
+
+def test_room_for_one_part_size_does_not_cost_what_is_hit_its_other_parts(tmp_path: Path) -> None:
+    """Chains of two part sizes go by: as long as slots come free by policy, no chunk is emptied for them."""
+    layout = BlockLayout(
+        SIZE, (group_of("full", [0], width=96), group_of("window", [1], window=16 * SIZE, width=480))
+    )
+    whole, num_tokens = {"device": 64 * SIZE}, 64 * SIZE
+    sizes = {"device_nbytes": "16MiB", "host_nbytes": 0, "disk_nbytes": "32MiB", "log_keep_nbytes": 0}
+    with opened(tmp_path, **sizes) as kv:
+        space = kv.namespace(IDENTITY, layout)
+        assert store(space, prompt(0, num_tokens)).wait(5)
+        for seed in range(1, 65):
+            assert store(space, prompt(seed, num_tokens)).wait(5)
+            if seed % 4 == 0:
+                with space.load(prompt(0, num_tokens + 1)) as prefix:
+                    assert prefix.by_tier == whole, f"after {seed} chains"
+        with kv._lock:
+            rows = kv._table.find(space.chain(prompt(0, num_tokens)))
+            assert (kv._table.slot[Tier.DISK, 0, rows] >= 0).all()
+            assert (kv._table.slot[Tier.DISK, 1, rows[-16:]] >= 0).all()
+        assert kv.stats().tiers[-1].num_evictions > 0
 
 
 def test_arc_keeps_what_came_twice_through_a_scan(tmp_path: Path) -> None:

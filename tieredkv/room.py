@@ -99,6 +99,7 @@ class Room:
             with self._lock:
                 pieces.append(resident.arena.allocate(stride, missing))
                 missing -= len(pieces[-1])
+                freed = 0 if len(pieces[-1]) else freed
                 if not missing or time.monotonic() > until:
                     break
                 # A chunk's worth left by policy and still no slot: the free space is in pools of other sizes.

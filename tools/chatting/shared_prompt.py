@@ -10,16 +10,15 @@ from bench import child, workload
 from bench.child import Say
 from bench.figures import Figure, unmeasured
 
-from tieredkv.units import GiB, MiB, format_nbytes
+from tieredkv.units import MiB, format_nbytes
 
 from .restoring import needed_nbytes
 from .setting import Chats, K, Setting, loaded, opened, prompt, reused
 
 _NAME = "shared_prompt_on_disk_after_restart_num"
 _NUM_TOKENS = 2 * K
-_NUM_ROUNDS, _OTHERS_A_ROUND = 12, 4
-_BUDGETS = {"device_nbytes": 2 * GiB, "disk_nbytes": 256 * MiB}
-"""The device holds everything, the disk a fifth of it."""
+_NUM_ROUNDS, _OTHERS_A_ROUND = 20, 4
+_BUDGETS = {"device_nbytes": 256 * MiB, "disk_nbytes": 512 * MiB}
 
 
 def figures(setting: Setting) -> Iterator[Figure]:
