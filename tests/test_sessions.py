@@ -429,9 +429,9 @@ def test_a_fork_takes_no_time_and_copies_nothing(tmp_path: Path) -> None:
         one.commit(said, turns, anchors=[16_384], stored=[store(space, said)], meta={"k": 1})
         before, took = written(tmp_path), []
         for number in range(20):
-            began = time.perf_counter()
+            began = time.thread_time()
             forked = one.fork(f"fork {number}")
-            took.append(time.perf_counter() - began)
+            took.append(time.thread_time() - began)
             assert np.shares_memory(forked.tokens, one.tokens) and forked.turns == one.turns
         assert written(tmp_path) - before < 20 * 512
         assert sorted(took)[10] < 0.01, f"seconds: {took}"  # a bound for any machine; the figure is a tool's

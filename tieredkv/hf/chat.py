@@ -20,7 +20,7 @@ from .live_model import LiveModel
 from .rows import Generated, generate_rows
 from .session import ChatSession
 from .template import Template
-from .transcript import checks_of
+from .transcript import checks_of, num_shared_tokens
 
 
 class ChatModel:
@@ -87,7 +87,8 @@ class ChatModel:
         row, num_shared = self._most_alike(prompt)
         if row is not None and num_shared == len(row.tokens) and not self._live.kv.is_session_open(row.name):
             return self._open(row.name)
-        session = self._open(name or f"chat-{secrets.token_hex(4)}", like=row)
+        is_worth_it = num_shared >= self._live.block_size
+        session = self._open(name or f"chat-{secrets.token_hex(4)}", like=row if is_worth_it else None)
         if num_shared < len(session.tokens):
             session.rollback(num_tokens=num_shared)
         return session
@@ -139,16 +140,11 @@ class ChatModel:
         """The session that shares most with a prompt, and how many of its tokens are shared."""
         rows = [r for r in self._live.kv.sessions() if r.namespace == self._live.space.row.number]
         if is_messages(prompt):
+            # What was generated need not be what its text is cut into: messages are compared as such, too.
             checks = checks_of(prompt)
-            said = {row.meta.get("check"): row for row in rows}
-            found = next((said[check] for check in reversed(checks) if check in said), None)
-            if found is not None:
-                return found, len(found.tokens)
             ids: Tokens = self._template.prompt(prompt, self._template.encode(""), ()).ids
         else:
-            ids = one_row(prompt)
-        shared = [common_prefix(row.tokens, ids) for row in rows]
+            checks, ids = [], one_row(prompt)
+        shared = [max(common_prefix(row.tokens, ids), num_shared_tokens(row, checks)) for row in rows]
         best = max(range(len(rows)), key=shared.__getitem__, default=None)
-        if best is None or not shared[best]:
-            return None, 0
-        return rows[best], shared[best]
+        return (None, 0) if best is None else (rows[best], shared[best])

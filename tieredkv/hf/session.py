@@ -267,9 +267,7 @@ class ChatSession:
         said = None if self._transcript.messages is None else self._transcript.messages[: len(kept)]
         meta = self._transcript.meta(self._record, tokens, kept, said)
         self._record.commit(tokens, kept, anchors=held, meta=meta)
-        if said is not None and self._transcript.messages:
-            system = [m for m in self._transcript.messages[:1] if m["role"] == "system"]
-            self._transcript.messages = said or system
+        self._transcript.messages = said
         return end - self._memory.num_at_hand(self._record.space, self.tokens)
 
     def fork(self, name: str) -> ChatSession:
@@ -452,7 +450,8 @@ class ChatSession:
 
     def _heads(self) -> list[int]:
         """The boundary at the end of the system message (0: none), then those where other chains left this one."""
-        return [int(boundary) for boundary in self._record.meta.get("heads", ())]
+        heads = map(int, self._record.meta.get("heads", ()))
+        return [head for head in heads if head <= len(self.tokens)]
 
     # Inside: messages
 

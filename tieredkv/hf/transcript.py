@@ -10,7 +10,7 @@ from typing import Any
 
 from ..block.hashing import common_prefix
 from ..sessions import Session
-from ..table.catalog import Turn
+from ..table.catalog import SessionRow, Turn
 from .capture import Tokens
 from .template import Message, Template
 
@@ -19,7 +19,7 @@ log = logging.getLogger("tieredkv.hf")
 Place = list[int] | str
 """`[start, end, at, length]`: `length` characters from `at` on in the decoded `ids[start:end]`; else the text."""
 
-_KEYS = ("chat", "check")
+_KEYS = ("chat", "checks")
 
 
 class Transcript:
@@ -61,7 +61,7 @@ class Transcript:
             start = turns[i - 1].end if i > 1 or (i and turns[0].role != "system") else 0
             places.append(self._locate(messages[i]["content"], tokens, start, turns[i].end))
         self._places = places
-        return {**meta, "chat": places, "check": checks_of(messages)[-1]}
+        return {**meta, "chat": places, "checks": checks_of(messages)}
 
     def _read(self, record: Session) -> list[Message] | None:
         """What `meta` wrote; None if it is not there, or another tokenizer reads other text from the ids."""
@@ -70,7 +70,7 @@ class Transcript:
             return None if len(record.tokens) else []
         texts = [self._text_at(place, record.tokens) for place in places]
         messages = [{"role": t.role, "content": text} for t, text in zip(record.turns, texts, strict=False)]
-        if checks_of(messages)[-1:] != [record.meta.get("check")]:
+        if checks_of(messages) != record.meta.get("checks"):
             self.why_none = "the tokenizer changed: this one reads other messages from its ids"
             log.warning("session %r: %s", record.name, self.why_none)
             return None
@@ -86,6 +86,13 @@ class Transcript:
             return place
         start, end, at, length = place
         return self._template.decode(tokens[start:end])[at : at + length]
+
+
+def num_shared_tokens(row: SessionRow, checks: Sequence[str]) -> int:
+    """How many tokens a session has of the first messages that it shares with those of `checks`."""
+    pairs = zip(row.meta.get("checks", ()), checks, strict=False)
+    num_messages = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return row.turns[num_messages - 1].end if num_messages else 0
 
 
 def checks_of(messages: Sequence[Message]) -> list[str]:
