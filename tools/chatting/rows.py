@@ -22,7 +22,7 @@ ALL: Mapping[str, Callable[[Setting], Iterator[Figure]]] = {
     "restart": restart.figures,
     "conversations": conversations.figures,
 }
-QUICK = ("restore", "shared", "decode")
+QUICK = ("restore", "tiers", "shared")
 
 __all__ = ["ALL", "NUM_CONVERSATIONS", "QUICK", "measure"]
 
