@@ -66,6 +66,8 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
     if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
         return device_of(args[0])
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    if func is torch.Tensor.__deepcopy__:
+        tensors = tensors[:1]  # what else was copied before lies where it may
     own = device_of(tensors[0]) if tensors else CPU
     if func in _TO_PYTHON and own != CPU:
         raise TypeError(f"a tensor on {own} is no numpy array: copy it to the CPU first")

@@ -37,7 +37,9 @@ _LATENT: Settings = {
     **_BASE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16, **_ROUTED,
 }  # fmt: skip
-_INDEXED: Settings = {**_LATENT, "index_topk": 24, "index_n_heads": 2, "index_head_dim": 16}
+# Scores are sums of rectified products: with few heads many are exactly zero, and whom `topk` takes among equals
+# depends on how the calls were cut, with any cache. Real models have 32 heads and more.
+_INDEXED: Settings = {**_LATENT, "index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
 _MAMBA: Settings = {
     **_BASE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
     "mamba_chunk_size": 8,
@@ -84,7 +86,7 @@ _NAMED = (
     Family("DeepSeek-V4", "DeepseekV4", {
         **_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
         "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16, "sliding_window": _WINDOW, "index_topk": 4,
-        "index_n_heads": 2, "index_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
+        "index_n_heads": 16, "index_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "max_position_embeddings": 1024, "partial_rotary_factor": 0.5,
         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},

@@ -54,8 +54,8 @@ def drafting(model: Any, family: Family) -> dict[str, Any]:
 def chunked_prefill(scene: Scene) -> Finding:
     """The prompt behind the prefix goes through the model in chunks."""
     turns, turn = _after_two(scene, CHUNKS)
-    prompt = [call for call in turn.forwards if call.start < turn.num_prompt]
-    if len(prompt) < 3 or any(call.ids.shape[1] > _CHUNK for call in prompt):
+    prompt = [call for call in turn.forwards[turn.num_early :] if call.start < turn.num_prompt]
+    if len(prompt) < 2 or any(call.ids.shape[1] > _CHUNK for call in prompt):
         raise DidNotHappen(f"the prompt went in calls of {[call.ids.shape[1] for call in prompt]} tokens")
     return judge(scene, turns, turn, Wanted(turns[-1].tokens.shape[1] - 1))
 
