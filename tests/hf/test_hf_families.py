@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, RECURRENT, prompt
+from tiny_models import FAMILIES, MORE, POOLING, RECURRENT, prompt
 from transformers import DynamicCache
 
+from tieredkv.errors import BadInput
 from tieredkv.hf import ChatModel
 from tieredkv.hf.probe import forward_arguments
+from tieredkv.hf.restore import restore
+from tieredkv.hf.rows import _together
 from tieredkv.hf.states import read
 
 NUM_PROMPT, NUM_NEW, NUM_TAIL = 82, 28, 9
-ALL = FAMILIES | RECURRENT
+ALL = FAMILIES | RECURRENT | POOLING | MORE
 
 
 class Recorder:
@@ -73,7 +76,7 @@ def continued(model: Any, cache: Any, ids: torch.Tensor, start: int) -> torch.Te
 def same_states(ours: Any, stock: Any) -> None:
     for facts in ours.facts.layers:
         for state in facts.states:
-            mine, theirs = (read(c.layers[facts.index], state.name) for c in (ours, stock))
+            mine, theirs = (read(c.layers[facts.index], state.held) for c in (ours, stock))
             assert mine.dtype == theirs.dtype
             if state.kind == "window":
                 length = min(mine.shape[2], theirs.shape[2])
@@ -89,7 +92,7 @@ def say(session: Any, model: Any, ids: torch.Tensor, num_new: int = NUM_NEW) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT | POOLING | MORE)
 def test_a_restart_gives_back_the_same_bits(
     name: str, dtype: torch.dtype, open_kv: Callable[..., Any], tokenizer: Any, record: Any
 ) -> None:
@@ -106,8 +109,6 @@ def test_a_restart_gives_back_the_same_bits(
     ids = torch.cat([kept, prompt(NUM_TAIL, seed=2)], dim=1)
     boundary = (kept.shape[1] - 1) // 16 * 16
     cache = chat._live.new_cache()
-    from tieredkv.hf.restore import restore
-
     got = restore(chat._live.space, cache, ids[0].numpy().astype("int32"))
     assert got.num_tokens == boundary and got.by_tier == {"disk": boundary}
     stock = never_evicted(model, ids, cut(lengths, boundary))
@@ -125,3 +126,25 @@ def cut(lengths: Sequence[int], end: int) -> list[int]:
         found.append(length)
     assert sum(found) == end, f"no forward ended at {end}: {list(lengths)}"
     return found
+
+
+@pytest.mark.parametrize("num_tokens", [64, 71, 90])
+def test_rows_of_a_model_that_pools_tokens_go_on_as_one_row_does(
+    num_tokens: int, open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    model, ids = ALL["deepseek_v4"](), prompt(120)
+    live = ChatModel(open_kv(), model, tokenizer)._live
+    one = live.new_cache()
+    with torch.no_grad():
+        model(**forward_arguments(model, one, ids[:, :num_tokens], 0))
+        rows = _together(live, [one], 3)
+        for at in range(num_tokens, num_tokens + 12):
+            new = ids[:, at : at + 1]
+            mine = model(**forward_arguments(model, rows, new.repeat(3, 1), at)).logits
+            theirs = model(**forward_arguments(model, one, new, at)).logits
+            assert (mine - theirs).abs().max() < 1e-4
+    other = live.new_cache()
+    with torch.no_grad():
+        model(**forward_arguments(model, other, ids[:, :30], 0))
+    with pytest.raises(BadInput, match="pools tokens"):
+        _together(live, [one, other], 1)

@@ -222,10 +222,6 @@ def test_other_refusals_say_why() -> None:
         describe_model(llama().train())
     with pytest.raises(Unsupported, match="not a transformers model"):
         describe_model(torch.nn.Linear(2, 2).eval())
-    with_deltas = llama()
-    with_deltas.model.rope_deltas = None
-    with pytest.raises(Unsupported, match="rope_deltas"):
-        describe_model(with_deltas)
     bert = T.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     with pytest.raises(Unsupported, match="depend on the tokens after it"):
         describe_model(build(bert, T.BertModel))

@@ -126,15 +126,108 @@ def mamba2(**kw: Any) -> Any:
     return build(T.Mamba2Config(**{**SMALL, **own, **kw}), T.Mamba2ForCausalLM)
 
 
+def nemotron_h(**kw: Any) -> Any:
+    own = {
+        "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
+        "chunk_size": 8, "layers_block_type": ["mamba", "attention"] * 2,
+    }  # fmt: skip
+    return build(T.NemotronHConfig(**{**BASE, **own, **kw}), T.NemotronHForCausalLM)
+
+
+def qwen3_5(**kw: Any) -> Any:
+    config = T.Qwen3_5TextConfig(**{**BASE, "head_dim": 16, **LINEAR, **kw})
+    return build(config, T.Qwen3_5ForCausalLM)
+
+
+def granite_hybrid(**kw: Any) -> Any:
+    own = {
+        **MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 64,
+    }  # fmt: skip
+    return build(T.GraniteMoeHybridConfig(**{**BASE, **own, **kw}), T.GraniteMoeHybridForCausalLM)
+
+
+def zamba(**kw: Any) -> Any:
+    own = {
+        "num_hidden_layers": 6, "num_key_value_heads": 4, "attn_layer_period": 3, "attn_layer_offset": 2,
+        "mamba_d_state": 8, "mamba_dt_rank": 8, "n_mamba_heads": 2, "use_mamba_kernels": False,
+    }  # fmt: skip
+    return build(T.ZambaConfig(**{**BASE, **own, **kw}), T.ZambaForCausalLM)
+
+
+MLA = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+INDEXER = {"index_topk": 24, "index_n_heads": 2, "index_head_dim": 16}
+
+
+def glm_moe_dsa(**kw: Any) -> Any:
+    return build(T.GlmMoeDsaConfig(**{**BASE, **MLA, **INDEXER, **kw}), T.GlmMoeDsaForCausalLM)
+
+
+def deepseek_v32(**kw: Any) -> Any:
+    return build(T.DeepseekV32Config(**{**BASE, **MLA, **INDEXER, **kw}), T.DeepseekV32ForCausalLM)
+
+
+def deepseek_v4(window: int = 24, **kw: Any) -> Any:
+    own = {
+        **INDEXER, "head_dim": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 16,
+        "sliding_window": window, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": [
+            "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 64},
+    }  # fmt: skip
+    return build(T.DeepseekV4Config(**{**BASE, **own, **kw}), T.DeepseekV4ForCausalLM)
+
+
+def llama4(chunk: int = 40, **kw: Any) -> Any:
+    own = {
+        "head_dim": 16, "attention_chunk_size": chunk, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 96,
+    }  # fmt: skip
+    return build(T.Llama4TextConfig(**{**BASE, **own, **kw}), T.Llama4ForCausalLM)
+
+
+def gemma3n(window: int = 8, **kw: Any) -> Any:
+    own = {
+        "head_dim": 16, "sliding_window": window, "layer_types": ALTERNATING, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 264, "laurel_rank": 8,
+        "altup_num_inputs": 2, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4,
+    }  # fmt: skip
+    return build(T.Gemma3nTextConfig(**{**BASE, **own, **kw}), T.Gemma3nForCausalLM)
+
+
+def qwen2_5_vl(**kw: Any) -> Any:
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = T.Qwen2_5_VLConfig(
+        text_config={**BASE, "rope_parameters": rope, **kw}, vision_config=vision, image_token_id=5,
+        video_token_id=6, vision_start_token_id=3, vision_end_token_id=4, vocab_size=264,
+    )  # fmt: skip
+    return build(config, T.Qwen2_5_VLForConditionalGeneration)
+
+
 FAMILIES = {
     "llama": llama, "qwen3": qwen3, "gpt2": gpt2, "mistral": mistral, "gemma3": gemma3,
     "gemma4": gemma4, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3,
 }  # fmt: skip
 RECURRENT = {
     "mamba2": mamba2, "jamba": jamba, "qwen3_next": qwen3_next, "lfm2": lfm2, "bamba": bamba,
-    "falcon_h1": falcon_h1, "mamba": mamba,
+    "falcon_h1": falcon_h1, "mamba": mamba, "nemotron_h": nemotron_h, "qwen3_5": qwen3_5,
+    "granite_hybrid": granite_hybrid, "zamba": zamba,
 }  # fmt: skip
-"""Families with recurrent states, with and without attention beside them."""
+"""Families whose states are right at one place alone, with and without attention beside them."""
+MORE = {
+    "glm_moe_dsa": glm_moe_dsa, "deepseek_v32": deepseek_v32, "llama4": llama4, "gemma3n": gemma3n,
+    "qwen2_5_vl": qwen2_5_vl,
+}  # fmt: skip
+"""Families with attention alone whose layers hold something else than most."""
+POOLING = {"deepseek_v4": deepseek_v4}
+"""Families that pool tokens into rows, by their position."""
 WINDOWED = ("mistral", "gemma3", "gemma4", "gpt_oss")
 
 CHAT_TEMPLATE = (

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer
 
-from ..block.layout import TOKENS
 from ..errors import BadInput, TieredKVError
 from ..namespace import Namespace
 from ..outcomes import Stored
@@ -35,9 +34,11 @@ from .layers import (
     RecurrentMixin,
     WindowLayer,
     check_lengths,
+    pooling_layer,
 )
 from .probe import LayerFacts, forward_parameters, inner_model
-from .states import read
+from .states import State, is_pooling, read
+from .vision import RopeDeltas, disown
 
 log = logging.getLogger("tieredkv.hf")
 
@@ -99,6 +100,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         self._expected: Tokens = np.empty(0, dtype=np.int32)
         self.new_ids_only = False
         self._generating: bool | None = None
+        self._deltas = RopeDeltas(inner)
         for window_layer in self.window_layers():
             window_layer.wanted = self._wanted
         watch(inner)
@@ -174,6 +176,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         for layer in self.holding_layers():
             layer.crop(0)  # assisted decoding leaves layers that record
             layer.record_past = False
+        self._deltas.install()
 
     def restored(self, tokens: Tokens) -> None:
         """State that the layers were filled with the KV of `tokens`."""
@@ -323,6 +326,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         self.store_blocks()
         for layer in self.recurrent_layers():
             layer.make_writable()
+        self._deltas.ensure()
         ids = arguments.get("input_ids")
         length = (ids if ids is not None else arguments["inputs_embeds"]).shape[1]
         doubt = self._doubt_of(arguments, ids, length)
@@ -342,6 +346,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
     def end_forward(self) -> None:
         """Take note that the forward which was begun ran to its end."""
         self._num_running = 0
+        self._deltas.keep()
 
     def store_blocks(self, anchors: Sequence[int] = (), again: bool = False) -> Stored | None:
         """Store the whole blocks that are certain, with the window parts of wanted boundaries and `anchors`.
@@ -397,7 +402,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         self._states = {b: states for b, states in self._states.items() if b in self._wanted}
         self._states[at] = {
             layer.index: {
-                state.name: _one_row(read(self.layers[layer.index], state.name), state.batch_axis).clone()
+                state.name: _one_row(self.layers[layer.index], state.held).clone()
                 for state in layer.of_kind("recurrent")
             }
             for layer in layers
@@ -428,15 +433,12 @@ class CapturingCache(Cache):  # type: ignore[misc]
         spans: dict[int, list[Span]] = {}
         for facts in self.facts.layers:
             layer, mine = self.layers[facts.index], spans.setdefault(facts.index, [])
-            full = {
-                state.name: _one_row(read(layer, state.name), state.batch_axis)
-                for state in facts.of_kind("full")
-            }
+            full = {}
+            for state in facts.of_kind("full"):
+                axis = next(axis for axis, n in enumerate(state.shape) if n < 0)
+                full[state.name] = _one_row(layer, state.held).narrow(axis, 0, end // state.held.stride)
             if full:
-                cut = {
-                    s.name: full[s.name].narrow(s.shape.index(TOKENS), 0, end) for s in facts.of_kind("full")
-                }
-                mine.append(Span(0, cut))
+                mine.append(Span(0, full))
             for boundary in anchors:
                 if isinstance(layer, WindowLayer):
                     mine.append(_window_span(layer, boundary))
@@ -464,6 +466,8 @@ class CapturingCache(Cache):  # type: ignore[misc]
         limit = self.facts.position_limit
         if limit is not None and self.num_tokens + length > limit:
             return f"beyond position {limit} this model's keys depend on the length of the prompt"
+        if self.facts.media_ids and any(bool((ids == media).any()) for media in self.facts.media_ids):
+            return "some ids stand for an image, a video or a sound, which they do not tell"
         foreign = [name for name, value in arguments.items() if _is_foreign(name, value)]
         return f"the forward was also given {', '.join(sorted(foreign))}" if foreign else None
 
@@ -555,7 +559,10 @@ def _before_forward(
     names = list(inspect.signature(type(model).forward).parameters)[1 : 1 + len(args)] if args else []
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = _cache_in(arguments)
-    return None if cache is None else ((), cache.begin_forward(model, arguments))
+    if cache is None:
+        disown(model)
+        return None
+    return (), cache.begin_forward(model, arguments)
 
 
 def _after_forward(
@@ -576,6 +583,8 @@ def _is_foreign(name: str, value: Any) -> bool:
     """Whether an argument could change KV in a way that the ids do not tell."""
     if name in _PLAIN_ARGUMENTS or value is None or isinstance(value, (bool, int, str, Cache)):
         return False
+    if isinstance(value, Mapping) and not value:
+        return False
     if name in _ZERO_ARGUMENTS and isinstance(value, torch.Tensor):
         return bool(value.any())
     return True
@@ -584,6 +593,8 @@ def _is_foreign(name: str, value: Any) -> bool:
 def _new_layer(layer: LayerFacts, facts: ModelFacts, stock: Any) -> Any:
     """Our layer in the place of a stock one."""
     recurs = len(layer.of_kind("recurrent"))
+    if is_pooling(stock):
+        return pooling_layer(stock)
     if layer.window:
         size, layout = facts.layout.block_size, facts.layout
         needed = layout.num_window_blocks[layout.group_of(layer.index, "keys")] * size
@@ -600,9 +611,10 @@ def _new_layer(layer: LayerFacts, facts: ModelFacts, stock: Any) -> Any:
     return RecurrentLayer(number_of_states=stock.number_of_states)
 
 
-def _one_row(states: torch.Tensor | None, batch_axis: int) -> torch.Tensor:
-    assert states is not None, "a layer lost a state that its model leaves there"
-    return states.select(batch_axis, 0)
+def _one_row(layer: Any, state: State) -> torch.Tensor:
+    held = read(layer, state)
+    assert held is not None, f"a layer lost {state.name}, which its model leaves there"
+    return held.select(state.batch_axis, 0)
 
 
 def _window_span(layer: WindowLayer, boundary: int) -> Span:

@@ -20,6 +20,7 @@ from ..block.layout import BlockLayout, LayerGroup, TensorSpec
 from ..errors import Unsupported
 from .probe import LayerFacts, inner_model, probe
 from .probe import cache_argument as cache_argument
+from .vision import media_ids
 from .weights import Weights, version_of
 
 _IGNORED_CONFIG = frozenset(
@@ -67,6 +68,7 @@ class ModelFacts:
         continues: whether a forward of several tokens goes on from a recurrent state; some models ignore the
             state then, and are driven one token at a time.
         interval: tokens between the states that are kept within a long sequence; 0 without recurrent layers.
+        media_ids: ids that stand for images, videos or sounds.
     """
 
     identity: Identity
@@ -75,6 +77,7 @@ class ModelFacts:
     position_limit: int | None
     continues: bool = True
     interval: int = 0
+    media_ids: frozenset[int] = frozenset()
 
 
 def describe_model(
@@ -126,7 +129,8 @@ def read_model(model: torch.nn.Module, block_size: int = 32, salt: str = "") -> 
     )
     layout = _layout(layers, block_size)
     limit = _position_limit(inner.config)
-    return ModelFacts(identity, layout, layers, limit, found.continues, _interval(layout))
+    media = media_ids(inner.config)
+    return ModelFacts(identity, layout, layers, limit, found.continues, _interval(layout), media)
 
 
 def fingerprint(model: torch.nn.Module) -> bytes:
@@ -145,10 +149,6 @@ def _refuse_by_kind(model: Any) -> None:
         raise Unsupported(f"{name} is not a transformers model: it has no config")
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{name} is an encoder-decoder: its cross-attention KV is not cut into blocks")
-    if any(hasattr(module, "rope_deltas") for module in model.modules()):
-        raise Unsupported(
-            f"{name} keeps rope_deltas on the model, outside any cache: positions would be wrong"
-        )
     if model.training:
         raise Unsupported(f"{name} is in training mode, where KV is random: call model.eval() first")
 

@@ -435,6 +435,45 @@ class HybridWindowLayer(_HybridMixin, WindowLayer, LinearAttentionAndSlidingWind
     """Sliding attention and recurrent states in one layer."""
 
 
+class PoolingMixin(RecurrentMixin):
+    """A layer that pools tokens into rows: what it holds is right at its end alone, so it cannot go back."""
+
+    _layer_type = None  # a subclass that names one would take the place of the stock class in transformers
+    is_croppable = False
+    keys: Any
+
+    def can_crop(self, removed: int) -> bool:
+        return not removed
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises BadInput: any token is to be removed."""
+        if num_removed(tokens_to_remove):
+            raise BadInput(f"cannot remove {num_removed(tokens_to_remove)} tokens: they are pooled already")
+
+    def recurrent_tensors(self) -> list[torch.Tensor]:
+        dicts = [value for value in vars(self).values() if isinstance(value, dict)]
+        return [t for each in dicts for t in each.values() if isinstance(t, torch.Tensor)]
+
+    def make_writable(self) -> None:
+        """Nothing is written in place."""
+
+    def num_rows(self) -> int:
+        """Sequences held, 0 while empty."""
+        return int(self.keys.shape[0]) if self.keys is not None and self.keys.numel() else 0
+
+    def nbytes(self) -> int:
+        keys = 0 if self.keys is None else int(self.keys.nbytes)
+        return keys + sum(state.nbytes for state in self.recurrent_tensors())
+
+
+def pooling_layer(stock: Any) -> Any:
+    """Our layer in the place of a stock one that pools tokens: its class is known only once its model is imported."""
+    kind = type(f"Capturing{type(stock).__name__}", (PoolingMixin, type(stock)), {"_layer_type": None})
+    layer: Any = object.__new__(kind)
+    vars(layer).update(vars(stock))
+    return layer
+
+
 def spacious(num_tokens: int) -> int:
     """How large a buffer for `num_tokens` is made where nobody knows how many will follow."""
     return num_tokens + min(max(_LEAST_SPARE, num_tokens // 2), _MOST_SPARE)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..block.layout import DTYPES, TOKENS, TensorSpec
 from ..errors import Unsupported
-from .states import KNOWN_LAYERS, State, read, states_of
+from .states import State, is_known, is_pooling, read, states_of
 
 _NUM_TOKENS = 4
 _ROUNDING = 1e-3
@@ -34,14 +34,17 @@ _FAILURES = (
 
 @dataclass(frozen=True)
 class StateFacts:
-    """One tensor of a layer: `kind` is full, window or recurrent, `shape` is that of a `TensorSpec`, without rows."""
+    """One tensor of a layer: `kind` is full, window or recurrent, `shape` is that of a `TensorSpec`, without rows.
+
+    `held` tells how the layer has it.
+    """
 
     name: str
     kind: str
     window: int
     shape: tuple[int, ...]
     dtype: str
-    batch_axis: int = 0
+    held: State
 
     def spec(self, layer: int) -> TensorSpec:
         return TensorSpec(layer, self.name, self.shape, self.dtype)
@@ -129,7 +132,7 @@ def probe(model: Any) -> Probe:
         return Probe(layers, continues=True)
     singly = [_NUM_TOKENS, *[1] * _NUM_TOKENS]
     alone, single = run(*singly), run(*singly, mixed=True)
-    limit = _tolerance(model.dtype)
+    limit = max(1e-2, _tolerance(model.dtype))
     if any(_distance(facts, single, alone) > limit for facts in layers):
         raise Unsupported(f"{name} keeps a state outside any cache, where two conversations would mix")
     chunk, continues = run(_NUM_TOKENS, _NUM_TOKENS), True
@@ -173,7 +176,7 @@ class _Runs:
         except _FAILURES as e:
             raise Unsupported(f"{name} does not run with a KV cache built for its config: {e}") from e
         for index, layer in enumerate(cache.layers):
-            if type(layer) not in KNOWN_LAYERS and type(layer).__name__ != "DummyLayer":
+            if not is_known(layer):
                 raise Unsupported(
                     f"{name}: layer {index} is a {type(layer).__name__}, whose states are not known to be cut at a"
                     " block boundary"
@@ -193,7 +196,7 @@ def _layer_facts(index: int, layer: Any) -> LayerFacts | None:
     states = states_of(layer)
     if not states:
         return None
-    window = int(getattr(layer, "sliding_window", None) or 0)
+    window = 0 if is_pooling(layer) else int(getattr(layer, "sliding_window", None) or 0)
     tensors = {state.name: _held(layer, state) for state in states}
     return LayerFacts(
         index=index,
@@ -207,22 +210,20 @@ def _layer_facts(index: int, layer: Any) -> LayerFacts | None:
 def _state_facts(index: int, state: State, tensor: torch.Tensor, window: int) -> StateFacts:
     dtype = str(tensor.dtype).removeprefix("torch.")
     axis, shape = state.token_axis, list(tensor.shape)
-    length = min(_NUM_TOKENS, window - 1) if window else _NUM_TOKENS
+    length = min(_NUM_TOKENS, window - 1) if window else _NUM_TOKENS // state.stride
     if shape[state.batch_axis] != 1 or (axis is not None and shape[axis] != length) or dtype not in DTYPES:
         raise Unsupported(
-            f"layer {index} caches {state.name} as {shape} {dtype}, not as one row of {length} tokens"
+            f"layer {index} caches {state.name} as {shape} {dtype}, not as one row with {length} on axis {axis}"
         )
     kind = "recurrent" if axis is None else "window" if window else "full"
     if axis is not None:
-        shape[axis] = TOKENS
+        shape[axis] = TOKENS * state.stride
     del shape[state.batch_axis]
-    return StateFacts(
-        state.name, kind, window if kind == "window" else 0, tuple(shape), dtype, state.batch_axis
-    )
+    return StateFacts(state.name, kind, window if kind == "window" else 0, tuple(shape), dtype, state)
 
 
 def _held(layer: Any, state: State) -> torch.Tensor:
-    tensor = read(layer, state.name)
+    tensor = read(layer, state)
     assert tensor is not None, f"a {type(layer).__name__} lost its {state.name}"
     return tensor
 
@@ -234,9 +235,9 @@ def _refuse_unless_causal(facts: LayerFacts, short: Any, long: Any) -> None:
         if axis is None:
             continue
         one, other = _held(short, state), _held(long, state)
-        if other.shape[axis] != 2 * _NUM_TOKENS:
+        if other.shape[axis] != 2 * _NUM_TOKENS // state.stride or not one.numel():
             continue
-        error = (one - other.narrow(axis, 0, _NUM_TOKENS)).abs().max().item()
+        error = (one - other.narrow(axis, 0, one.shape[axis])).abs().max().item()
         if not error <= _tolerance(one.dtype) * max(1.0, one.abs().max().item()):
             raise Unsupported(
                 f"layer {facts.index}: the {state.name} of a token depend on the tokens after it"
@@ -248,7 +249,7 @@ def _distance(facts: LayerFacts, one: Any, other: Any) -> float:
     apart = []
     for state in states_of(one.layers[facts.index]):
         mine, theirs = (_held(cache.layers[facts.index], state).double() for cache in (one, other))
-        apart.append(((mine - theirs).norm() / theirs.norm().clamp(min=1e-30)).item())
+        apart.append(float((mine - theirs).norm() / theirs.norm().clamp(min=1e-30)))
     return max(apart)
 
 

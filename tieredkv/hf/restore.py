@@ -16,7 +16,7 @@ import torch
 from ..namespace import Namespace
 from ..prefix import Prefix
 from .capture import CapturingCache, Tokens
-from .layers import WindowLayer, spacious
+from .layers import GrowingMixin, WindowLayer, spacious
 from .states import put
 
 _GROWING = ("keys", "values")
@@ -65,17 +65,17 @@ def _fill(cache: CapturingCache, prefix: Prefix, capacity: int) -> None:
             shape = prefix.shape_of(facts.index, state.name)
             like = torch.empty(
                 [0 if n < 0 else n for n in spec.shape], dtype=spec.torch_dtype, device=facts.device
-            ).unsqueeze(state.batch_axis)
-            if state.name in _GROWING:
+            ).unsqueeze(state.held.batch_axis)
+            if isinstance(layer, GrowingMixin) and state.name in _GROWING:
                 length = shape[1]
                 room = spacious(length) if isinstance(layer, WindowLayer) else capacity
                 tensor = layer.reserve(state.name, like, room)[:, :, :length]
             else:
-                tensor = like.new_empty(shape).unsqueeze(state.batch_axis)
+                tensor = like.new_empty(shape).unsqueeze(state.held.batch_axis)
             held.setdefault(facts.index, {})[state.name] = tensor
-            outs[facts.index, state.name] = tensor.select(state.batch_axis, 0)
+            outs[facts.index, state.name] = tensor.select(state.held.batch_axis, 0)
     prefix.gather_into(outs)
     for index, tensors in held.items():
-        put(cache.layers[index], tensors)
+        put(cache.layers[index], tensors, prefix.num_tokens)
     for window_layer in cache.window_layers():
         window_layer.restored(prefix.num_tokens)

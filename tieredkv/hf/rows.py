@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..errors import BadInput
 from .arguments import num_sequences
 from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
 from .probe import forward_arguments, inner_model
-from .states import State, put, read, states_of
+from .states import State, is_pooling, put, read, states_of
 
 
 @dataclass(frozen=True)
@@ -103,18 +104,19 @@ def _together(live: LiveModel, caches: Sequence[CapturingCache], num_each: int) 
     longest = max(cache.num_tokens for cache in caches)
     fullest = next(cache for cache in caches if cache.num_tokens == longest)
     for index, layer in enumerate(together.layers if longest else ()):
+        if is_pooling(layer) and any(cache.num_tokens != longest for cache in caches):
+            raise BadInput("rows of different length cannot go together: this model pools tokens by position")
         window = getattr(layer, "sliding_window", None)
         length = longest if window is None else min(longest, window - 1)
         stacked: dict[str, torch.Tensor] = {}
         for state in states_of(fullest.layers[index]):
-            tensors = [
-                read(cache.layers[index], state.name) if cache.num_tokens else None for cache in caches
-            ]
-            rows = _rows(tensors, state, length)
+            tensors = [read(cache.layers[index], state) if cache.num_tokens else None for cache in caches]
+            whole = [tensor for tensor in tensors if tensor is not None]
+            rows = whole if is_pooling(layer) else _rows(tensors, state, length)
             stacked[state.name] = torch.cat(rows, state.batch_axis).repeat_interleave(
                 num_each, state.batch_axis
             )
-        put(layer, stacked)
+        put(layer, stacked, longest)
         if stacked and window is not None:
             layer.cumulative_length = longest
     return together
