@@ -71,7 +71,7 @@ def test_a_real_trace_is_read_from_its_folder_or_its_file(tmp_path: Path) -> Non
 def test_hits_are_found_on_every_tier_and_again_after_a_kill(policy: str, tmp_path: Path) -> None:
     requests = tmp_path / "requests.json"
     asked = traces.chats(None, 120)
-    requests.write_text(json.dumps({"requests": asked.requests}))
+    requests.write_text(json.dumps({"requests": asked.requests, "shares": asked.shares}))
     common = {"path": str(tmp_path / "store"), "requests": str(requests), "policy": policy}
     found = child.run(hits.drive, **common)
     total = sum(map(len, asked.requests)) * hits.BLOCK_SIZE

@@ -41,7 +41,7 @@ def measure(plan: Plan) -> Iterator[Figure | Sheet]:
     except FileNotFoundError as error:
         yield unmeasured("warm_restart_hits_over_before_ratio", f">= {MIN_RESTARTED:g}", str(error))
         return
-    sources = "; ".join(f"{one.name}: {one.source}" for one in workloads)
+    sources = "; ".join(f"{one.name}, {_percents(one)}: {one.source}" for one in workloads)
     rows: list[tuple[str | float | None, ...]] = []
     restarted: list[tuple[str, float, float]] = []
     for one in workloads:
@@ -52,21 +52,21 @@ def measure(plan: Plan) -> Iterator[Figure | Sheet]:
                 yield unmeasured(f"hits_{policy}_ratio", "-", f"{one.name}: {found}")
                 continue
             total = found["num_tokens"]
-            shares = [found["by_tier"].get(tier, 0) / total for tier in traces.SHARES]
+            shares = [found["by_tier"].get(tier, 0) / total for tier in traces.TIERS]
             rows.append((f"{one.name}, {policy}", *shares, sum(shares), one.ideal()))
             restarted.append((one.name, found["before"], found["after"]))
     yield Sheet(
         "Who finds what: hits by tier",
         "Share of prompt tokens found on each tier, of all asked for; the last column is what a cache without"
-        f" bounds would find. Device, host and disk hold {_percent('device')}, {_percent('host')} and"
-        f" {_percent('disk')} of a workload's distinct blocks, 48 at least. {sources}.",
+        " bounds would find. Device, host and disk hold these shares of a workload's distinct blocks, 48 blocks at"
+        f" least: {sources}.",
         ("share of tokens", "device", "host", "disk", "together", "unbounded"), tuple(rows), draw="stacked",
     )  # fmt: skip
     yield from restart_figure(restarted)
 
 
-def _percent(tier: str) -> str:
-    return f"{traces.SHARES[tier]:.0%}"
+def _percents(one: traces.Workload) -> str:
+    return "/".join(f"{share:.0%}" for share in one.shares)
 
 
 def _run(plan: Plan, one: traces.Workload, policy: str) -> dict[str, Any] | str:
@@ -138,9 +138,11 @@ def tokens(request: list[int]) -> workload.Tokens:
 
 
 def _read(requests: str, policy: str) -> tuple[list[list[int]], Config]:
-    asked: list[list[int]] = json.loads(Path(requests).read_text(encoding="utf-8"))["requests"]
+    """The prompts of a workload, and a cache whose tiers have their shares of it."""
+    one = json.loads(Path(requests).read_text(encoding="utf-8"))
+    asked: list[list[int]] = one["requests"]
     distinct = len({block for request in asked for block in request})
-    device, host, disk = (max(_LEAST_BLOCKS, int(share * distinct)) for share in traces.SHARES.values())
+    device, host, disk = (max(_LEAST_BLOCKS, int(share * distinct)) for share in one["shares"])
     return asked, Config(
         device_nbytes=device * PART_NBYTES, host_nbytes=host * PART_NBYTES, policy=policy, block_size=BLOCK_SIZE,
         disk_nbytes=max(8 * MiB, 2 * MiB + disk * (PART_NBYTES + 4 * KiB) * 5 // 4), deadline_s=_WAIT_S,

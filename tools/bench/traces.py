@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,17 @@ Request = tuple[int, ...]
 MOONCAKE = ("mooncake_conversation_first3000.jsonl.gz", "mooncake_conversation.jsonl.gz")
 
 
+TIERS = ("device", "host", "disk")
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A name, where it comes from, and its requests in order."""
+    """A name, where it comes from, its requests in order; each tier's budget as a share of its distinct blocks."""
 
     name: str
     source: str
     requests: tuple[Request, ...]
+    shares: tuple[float, float, float] = (0.03, 0.06, 0.3)
 
     @property
     def num_distinct(self) -> int:
@@ -44,12 +48,12 @@ def all_workloads(trace: Path | None, quick: bool) -> list[Workload]:
 
 
 def one_long_chat(num_turns: int) -> Workload:
-    """Each turn begins with all the turns before it."""
+    """Each turn begins with all the turns before it; the disk holds all of it, device and host memory do not."""
     rng, blocks, requests = random.Random(SEED), list(range(8)), []
     for _ in range(num_turns):
         blocks += range(len(blocks), len(blocks) + rng.randint(1, 5))
         requests.append(tuple(blocks))
-    return Workload("one long chat", f"{num_turns} turns, seed {SEED}", tuple(requests))
+    return Workload("one long chat", f"{num_turns} turns, seed {SEED}", tuple(requests), (0.1, 0.3, 1.1))
 
 
 def chats(trace: Path | None, num_requests: int) -> Workload:
@@ -141,7 +145,3 @@ class _Numbers:
     def take(self, count: int) -> Request:
         self._next += count
         return tuple(range(self._next - count, self._next))
-
-
-SHARES: Mapping[str, float] = {"device": 0.03, "host": 0.06, "disk": 0.3}
-"""Each tier's budget as a share of a workload's distinct blocks."""
