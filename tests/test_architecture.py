@@ -24,7 +24,7 @@ ROWS = r"""
     wal: records format reader writer
     table: key_index snapshot block_table catalog state checkpoint journal recovery salvage trace
     audit: report sessions kept_log timeline history follow crash repair rescue
-    span plan residency disk spiller prefix room mover
+    span pace plan residency disk spiller prefix room mover
     namespace session_file sessions removal cache
     attention* hf*
     metrics cli*

@@ -274,6 +274,20 @@ def test_a_read_only_directory(tmp_path: Path, code: int) -> None:
 # ---- failed syncs --------------------------------------------------------------------------------
 
 
+def test_a_slab_removed_from_outside_is_written_again(tmp_path: Path) -> None:
+    """P4, P7: a flush that says yes has a copy on disk, though somebody took the slabs away before it."""
+    with opened(tmp_path, durability="flush", device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert store(space, prompt(0), anchors=[320]).wait(5)
+        for slab in (tmp_path / "slabs").iterdir():
+            slab.unlink()
+        assert kv.flush(5).ok
+        assert kv.stats().counters["failed_sync_parts"] > 0
+        kv.check()
+    with opened(tmp_path) as kv:
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("where", ["wal", "slabs"])
 def test_one_failed_sync_loses_nothing_acknowledged(tmp_path: Path, where: str, nth: int) -> None:

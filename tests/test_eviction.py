@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,27 @@ def test_anchors_of_two_sessions_are_counted_apart(tmp_path: Path) -> None:
         one.commit(prompt(0), [], anchors=[])
         quiet(kv)
         assert space.lookup(prompt(0)).num_tokens == 0
+        kv.check()
+
+
+def test_a_block_evicted_from_disk_alone_comes_there_again_with_its_token_ids(tmp_path: Path) -> None:
+    with opened(tmp_path, device_nbytes="1MiB", durability="flush") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert store(space, prompt(0), anchors=[320]).wait(5)
+        assert not kv._table.tokens, "ids of blocks that are all on disk are kept in their slots alone"
+        assert kv._room is not None and kv._disk is not None
+        disk = kv._residents[Tier.DISK]
+        with kv._lock:
+            leaving = disk.parts_of(kv._table.find(space.chain(prompt(0))))
+            kv._room._start_moves(leaving)
+        kv._room._leave_disk(leaving, time.monotonic() + 5)
+        assert kv.flush(5).num_spilled == len(leaving)
+        with kv._lock:
+            rows = kv._table.find(space.chain(prompt(0)))
+            slots = kv._table.slot[Tier.DISK, 0, rows].astype(np.int64)
+        headers = kv._disk.store.read_headers(MIXED.part_nbytes[0], slots).headers
+        assert (headers["num_tokens"] == SIZE).all()
+        assert headers["tokens"][:, :SIZE].ravel().tolist() == prompt(0)[: len(rows) * SIZE].tolist()
         kv.check()
 
 

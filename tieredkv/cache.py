@@ -24,6 +24,7 @@ from .machine import Sizes, resolve
 from .mover import Mover
 from .namespace import Core, Namespace
 from .outcomes import Counters, Flushed, Health, RecoveryReport, Stats, Tier, TierStats, Trouble
+from .pace import Pace
 from .plan import Parts
 from .policy import make_policy
 from .removal import Remover
@@ -45,6 +46,7 @@ from .wal.records import NAMESPACE, Run
 
 _LOG = logging.getLogger("tieredkv")
 _CLOSE_S = 30.0
+_MAX_FAILED_SYNCS = 3
 
 
 def open_cache(
@@ -105,6 +107,7 @@ class TieredCache:
         self._lock = threading.Condition(threading.RLock())
         self._state = State()
         self._table = self._state.table
+        self.pace = Pace()
         self._stream = stream or stream_for(self._sizes.device)
         self._memories: dict[Tier, TensorTier] = {}
         self._residents: dict[Tier, Residency] = {}
@@ -263,8 +266,8 @@ class TieredCache:
         if disk is not None:
             self._spiller = Spiller(
                 store=disk.store, resident=self._residents[Tier.DISK], memories=self._memories,
-                journal=disk.journal, layout_of=self._layout_of, namespace_digest=self._namespace_digest,
-                next_put_seq=disk.next_put_seq, **common,
+                journal=disk.journal, namespace_digest=self._namespace_digest,
+                next_put_seq=disk.next_put_seq, pace=self.pace, **common,
             )  # fmt: skip
         self._room = Room(
             residents=self._residents, memories=self._memories, spiller=self._spiller,
@@ -291,7 +294,7 @@ class TieredCache:
         assert self._mover is not None and self._room is not None, "tiers are made before namespaces"
         return Core(
             lock=self._lock, table=self._table, residents=self._residents, mover=self._mover,
-            spiller=self._spiller, eager=self.config.spill == "eager", counters=self._counters,
+            spiller=self._spiller, eager=self.config.spill == "eager", pace=self.pace, counters=self._counters,
             deadline_s=self.deadline_s, drop_failed=self._drop_failed, drop_stranded=self._room.drop_stranded,
             look_again=self._room.look_again,
             identity_differences=self._identity_differences, check_open=self.check_open,
@@ -406,23 +409,32 @@ class TieredCache:
         disk, spiller = self._disk, self._spiller
         if disk is None:
             return Flushed(0, 0, ("there is no disk tier",))
-        failures: list[str] = []
-        num_spilled = 0
-        if spiller is not None:
-            with self._lock:
-                rows, groups = self._unspilled()
-                num_spilled = len(rows)
-                if num_spilled:
-                    spiller.enqueue(rows, groups, all_of_them=True)
-            if not spiller.drain(until):
-                failures.append(f"spill: {spiller.trouble or 'not done before the deadline'}")
-            with self._lock:
-                left = len(self._unspilled()[0])
-            if left:
-                failures.append(f"{left} parts have no disk copy: {spiller.trouble or 'no space'}")
-        if not disk.journal.flush(until):
-            failures.append(f"log: {disk.journal.trouble or 'not synced before the deadline'}")
-        return Flushed(disk.journal.durable_lsn, num_spilled, tuple(failures))
+        num_spilled, failures = self._spill_all(spiller, until) if spiller is not None else (0, [])
+        for _ in range(_MAX_FAILED_SYNCS):
+            num_failed = self._counters.get("failed_sync_parts")
+            if not disk.journal.flush(until):
+                failures.append(f"log: {disk.journal.trouble or 'not synced before the deadline'}")
+            if spiller is None or self._counters.get("failed_sync_parts") == num_failed:
+                return Flushed(disk.journal.durable_lsn, num_spilled, tuple(failures))
+            failures = self._spill_all(spiller, until)[1]  # what a failed slab could not keep goes to another
+        return Flushed(
+            disk.journal.durable_lsn, num_spilled, (*failures, "slabs fail to sync, one after another")
+        )
+
+    def _spill_all(self, spiller: Spiller, until: float) -> tuple[int, list[str]]:
+        """Spill what has no disk copy; how many parts that were, and what went wrong."""
+        failures = []
+        with self._lock:
+            rows, groups = self._unspilled()
+            if len(rows):
+                spiller.enqueue(rows, groups, all_of_them=True)
+        if not spiller.drain(until):
+            failures.append(f"spill: {spiller.trouble or 'not done before the deadline'}")
+        with self._lock:
+            left = len(self._unspilled()[0])
+        if left:
+            failures.append(f"{left} parts have no disk copy: {spiller.trouble or 'no space'}")
+        return len(rows), failures
 
     def _unspilled(self) -> tuple[Rows, Any]:
         """Parts in memory without a disk copy (lock held)."""

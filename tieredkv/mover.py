@@ -23,7 +23,7 @@ from .table.key_index import Rows
 from .table.trace import Event
 from .tier.base import PartStore, Verdict
 from .tier.slab_format import EXPECTED_DTYPE
-from .tier.tensor import TensorTier
+from .tier.tensor import TensorTier, copy_slots
 from .units import PAGE_NBYTES
 
 _READS_OFF_S = 1.0
@@ -223,9 +223,10 @@ class Mover:
     ) -> tuple[dict[int, torch.Tensor], list[Failure]]:
         """Copy up from HOST, read and check from DISK. Returns parts that live outside the tiers, by index."""
         device = self._memories[Tier.DEVICE]
-        for index in np.flatnonzero((coming.tiers == Tier.HOST) & (coming.targets >= 0)).tolist():
-            source = self._memories[Tier.HOST].parts(part_nbytes, int(coming.sources[index]), 1)
-            device.stream.copy(device.parts(part_nbytes, int(coming.targets[index]), 1), source)
+        up = (coming.tiers == Tier.HOST) & (coming.targets >= 0)
+        if up.any():
+            host = self._memories[Tier.HOST]
+            copy_slots(device.stream, part_nbytes, host, coming.sources[up], device, coming.targets[up])
         on_disk = np.flatnonzero(coming.tiers == Tier.DISK)
         scratch: dict[int, torch.Tensor] = {}
         failures: list[Failure] = []

@@ -17,6 +17,7 @@ from .block.layout import BlockLayout
 from .errors import BadInput, Closed
 from .mover import Failure, Mover
 from .outcomes import Counters, Lookup, Reason, Stored, Tier
+from .pace import Pace
 from .plan import is_restorable
 from .prefix import Prefix, Segment
 from .residency import Residency
@@ -48,6 +49,7 @@ class Core:
     mover: Mover
     spiller: Spiller | None
     eager: bool
+    pace: Pace
     counters: Counters
     deadline_s: float
     drop_failed: Callable[[Sequence[tuple[int, int]], Cause], None]
@@ -65,6 +67,7 @@ class Namespace:
         self.layout: BlockLayout = row.layout
         self.digest = row.digest
         self._core = core
+        self.pace = core.pace
         self._pid = os.getpid()
         self._purged = False
 

@@ -282,6 +282,7 @@ class Room:
     def _leave_disk(self, leaving: Parts, until: float) -> None:
         assert self._spiller is not None, "only a cache with a disk tier evicts from it"
         table, rows = self._table, np.unique(leaving.rows)
+        self._spiller.remember_tokens(leaving)
         with self._lock:
             table.uses[rows] += 1  # until it is known what hangs on them
             ticket = self._spiller.drop(leaving, Cause.EVICTED)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .block.hashing import Digests
-from .block.layout import BlockLayout
 from .outcomes import Counters, Tier
+from .pace import Pace
 from .plan import Parts
 from .residency import Residency, Slots
 from .table.block_table import BlockTable
@@ -32,7 +33,9 @@ from .tier.tensor import TensorTier
 from .units import MiB
 from .wal.records import DROP, DROP_DTYPE, PUT, PUT_DTYPE
 
-_BATCH_NBYTES = 64 * MiB
+_BATCH_NBYTES = 16 * MiB
+"""Small enough that while one batch is looked for, logged or ends, others keep the disk busy."""
+
 _QUEUE_NBYTES = 256 * MiB
 _NUM_WORKERS = 3
 _RETRY_S = 1.0
@@ -63,14 +66,14 @@ class Spilling:
     def wait(self, timeout_s: float | None) -> bool:
         return self._done.wait(timeout_s) and not self._failed
 
-    def began(self) -> None:
+    def began(self, count: int = 1) -> None:
         with self._lock:
-            self._num_open += 1
+            self._num_open += count
 
-    def ended(self, *, failed: bool = False) -> None:
+    def ended(self, count: int = 1, *, failed: bool = False) -> None:
         with self._lock:
             self._failed |= failed
-            self._num_open -= 1
+            self._num_open -= count
             if self._num_open == 0:
                 self._done.set()
 
@@ -90,7 +93,6 @@ class Spiller:
 
     Args:
         lock: the metadata lock; no I/O happens under it.
-        layout_of: a row's layout.
         namespace_digest: a namespace number's digest.
     """
 
@@ -103,9 +105,9 @@ class Spiller:
         resident: Residency,
         memories: dict[Tier, TensorTier],
         journal: Journal,
-        layout_of: Callable[[int], BlockLayout],
         namespace_digest: Callable[[int], bytes],
         next_put_seq: Callable[[int], int],
+        pace: Pace,
         counters: Counters,
         deadline_s: float,
     ) -> None:
@@ -115,9 +117,9 @@ class Spiller:
         self._resident = resident
         self._memories = memories
         self._journal = journal
-        self._layout_of = layout_of
         self._namespace_digest = namespace_digest
         self._next_put_seq = next_put_seq
+        self._pace = pace
         self._counters = counters
         self._deadline_s = deadline_s
         self.reserve: Callable[[int, int, float], Slots] = lambda _nbytes, _count, _until: np.empty(
@@ -157,35 +159,72 @@ class Spiller:
 
         `all_of_them` is for a flush, which asks for what was let be, and waits.
         """
-        nbytes = int(self._resident.strides_of(Parts(rows, groups)).sum())
-        wanted = _Wanted(self._table.digest[rows], groups, nbytes, Spilling())
+        spilling, pieces = self._pieces(Parts(rows, groups))
+        nbytes = sum(piece.nbytes for piece in pieces)
         with self._wake:
             is_full = self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue and not all_of_them
             if self._closing or is_full:
                 self._counters.add("spill_queue_full_parts", len(rows))
-                wanted.spilling.ended(failed=True)
-                return wanted.spilling
-            self._queue.append(wanted)
+                spilling.ended(len(pieces), failed=True)
+                return spilling
+            self._queue.extend(pieces)
             self._queue_nbytes += nbytes
-            self._wake.notify()
-        return wanted.spilling
+            self._wake.notify_all()
+        return spilling
+
+    def _pieces(self, parts: Parts) -> tuple[Spilling, list[_Wanted]]:
+        """One request in batches, so that several workers serve it at once (lock held)."""
+        nbytes = self._resident.strides_of(parts)
+        cuts = np.flatnonzero(np.diff(np.cumsum(nbytes) // _BATCH_NBYTES)) + 1
+        edges = [0, *cuts.tolist(), len(parts)]
+        spilling = Spilling()
+        spilling.began(len(edges) - 2)
+        return spilling, [
+            _Wanted(
+                self._table.digest[parts.rows[at:end]],
+                parts.groups[at:end],
+                int(nbytes[at:end].sum()),
+                spilling,
+            )
+            for at, end in pairwise(edges)
+        ]
 
     def spill_now(self, parts: Parts, until: float) -> None:
         """Spill these parts before all others, and wait at most to `until` for them to be committed."""
-        with self._lock:
-            wanted = _Wanted(self._table.digest[parts.rows], parts.groups, 0, Spilling())
         if self.is_off:
             return
+        with self._lock:
+            spilling, pieces = self._pieces(parts)
         with self._wake:
             if self._closing:
                 return
-            self._queue.appendleft(wanted)
-            self._wake.notify()
-        wanted.spilling.wait(max(0.0, until - time.monotonic()))
+            self._queue.extendleft(reversed(pieces))
+            self._queue_nbytes += sum(piece.nbytes for piece in pieces)
+            self._wake.notify_all()
+        with self._pace.hurry():
+            spilling.wait(max(0.0, until - time.monotonic()))
         # A part may have been on its way already, in another request.
         with self._lock:
             while any(part in self._in_flight for part in parts) and time.monotonic() < until:
                 self._lock.wait(min(0.05, max(0.001, until - time.monotonic())))
+
+    def remember_tokens(self, parts: Parts) -> None:
+        """Blocks that stay in memory when these parts leave the disk take their token ids back from the headers."""
+        table, known = self._table, self._table.tokens
+        with self._lock:
+            stays = (table.slot[: Tier.DISK].take(parts.rows, axis=2) >= 0).any(axis=(0, 1))
+            lacks = np.array([row not in known for row in parts.rows.tolist()], dtype=np.bool_)
+            parts = parts[stays & lacks]
+            parts = parts[np.unique(parts.rows, return_index=True)[1]]
+            slots = table.slot[Tier.DISK, parts.groups, parts.rows].astype(np.int64)
+            sizes = self._resident.strides_of(parts) - SLOT_HEADER_NBYTES
+        for size in np.unique(sizes).tolist():
+            mine = sizes == size
+            found = self._store.read_headers(size, slots[mine])
+            with self._lock:
+                sound = found.sound & (found.headers["digest"] == table.digest[parts.rows[mine]]).all(axis=1)
+                for row, header in zip(parts.rows[mine][sound].tolist(), found.headers[sound], strict=True):
+                    known[row] = header["tokens"][: header["num_tokens"]].tobytes()
 
     def drop(self, parts: Parts, cause: Cause) -> Ticket:
         """Log that these parts leave the disk (lock held). Their slots are free once that is applied."""
@@ -218,7 +257,7 @@ class Spiller:
 
     def drain(self, until: float) -> bool:
         """Wait until the queue is empty and nothing is being written; False at the deadline."""
-        with self._wake:
+        with self._pace.hurry(), self._wake:
             while self._queue or self._num_busy:
                 left = until - time.monotonic()
                 if left <= 0 or self.is_off:
@@ -249,7 +288,7 @@ class Spiller:
                 wanted = self._queue.popleft()
                 self._queue_nbytes -= wanted.nbytes
                 self._num_busy += 1
-            done = False
+            done, began = False, time.monotonic()
             try:
                 done = self._spill(wanted)
             finally:
@@ -257,49 +296,35 @@ class Spiller:
                 with self._wake:
                     self._num_busy -= 1
                     self._wake.notify_all()
+            self._pace.rest(time.monotonic() - began)
 
     def _spill(self, wanted: _Wanted) -> bool:
         """False if it was not even tried."""
         if self.is_off:
             self._counters.add("spill_bypassed_parts", len(wanted.groups))
             return False
-        for part_nbytes, rows, groups in self._take(wanted):
-            step = max(1, _BATCH_NBYTES // part_nbytes)
-            for at in range(0, len(rows), step):
-                self._spill_batch(part_nbytes, rows[at : at + step], groups[at : at + step])
+        for part_nbytes, parts in self._take(wanted):
+            self._spill_batch(part_nbytes, parts.rows, parts.groups)
         return True
 
-    def _take(self, wanted: _Wanted) -> list[tuple[int, Rows, npt.NDArray[np.int64]]]:
+    def _take(self, wanted: _Wanted) -> list[tuple[int, Parts]]:
         """Mark what is still to be spilled as moving, by part size. What is on its way already is waited for."""
-        by_size: dict[int, list[tuple[int, int]]] = {}
+        table, spilling = self._table, wanted.spilling
         with self._lock:
-            rows = self._table.find(wanted.digests)
-            on_disk = self._table.on_disk(rows)
-            for at, (row, group) in enumerate(zip(rows.tolist(), wanted.groups.tolist(), strict=True)):
-                if row < 0:
-                    continue
-                if (row, group) in self._in_flight:
-                    wanted.spilling.began()
-                    self._in_flight[row, group].append(wanted.spilling)
-                    continue
-                in_memory = self._table.slot[: Tier.DISK, group, row] >= 0
-                if on_disk[group, at] or not in_memory.any():
-                    continue
-                wanted.spilling.began()
-                self._in_flight[row, group] = [wanted.spilling]
-                self._table.moving[row] += 1
-                by_size.setdefault(self._part_nbytes(row, group), []).append((row, group))
-        return [
-            (
-                size,
-                np.array([r for r, _ in parts], dtype=np.int32),
-                np.array([g for _, g in parts], dtype=np.int64),
-            )
-            for size, parts in by_size.items()
-        ]
-
-    def _part_nbytes(self, row: int, group: int) -> int:
-        return self._layout_of(row).part_nbytes[group]
+            rows, at = table.find(wanted.digests), np.arange(len(wanted.groups))
+            in_memory = table.slot[: Tier.DISK, wanted.groups, rows].max(axis=0) >= 0
+            needed = (rows >= 0) & in_memory & ~table.on_disk(rows)[wanted.groups, at]
+            parts = Parts(rows, wanted.groups)[needed]
+            spilling.began(len(parts))
+            fresh = np.ones(len(parts), dtype=np.bool_)
+            for number, part in enumerate(parts):
+                waiting = self._in_flight.setdefault(part, [])
+                fresh[number] = not waiting
+                waiting.append(spilling)
+            parts = parts[fresh]
+            np.add.at(table.moving, parts.rows, 1)
+            sizes = self._resident.strides_of(parts) - SLOT_HEADER_NBYTES
+        return [(size, parts[sizes == size]) for size in np.unique(sizes).tolist()]
 
     def _spill_batch(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
         slots = self.reserve(part_nbytes, len(rows), time.monotonic() + self._deadline_s)
@@ -339,20 +364,16 @@ class Spiller:
             for number in np.unique(numbers).tolist():
                 digest = np.frombuffer(self._namespace_digest(number), dtype=np.uint8)
                 headers["namespace"][numbers == number] = digest
-            for at, row in enumerate(rows.tolist()):
-                tokens = np.frombuffer(table.tokens.get(row, b""), dtype="<i4")
-                headers["num_tokens"][at] = len(tokens)
-                headers["tokens"][at, : len(tokens)] = tokens
-            sources = [
-                self._source(row, group) for row, group in zip(rows.tolist(), groups.tolist(), strict=True)
-            ]
+            host, device = table.slot[Tier.HOST, groups, rows], table.slot[Tier.DEVICE, groups, rows]
+            ids = [table.tokens.get(row, b"") for row in rows.tolist()]
+        for number, body in enumerate(ids):
+            headers["num_tokens"][number] = count = len(body) // 4
+            headers["tokens"][number, :count] = np.frombuffer(body, dtype="<i4")
+        sources = [
+            (Tier.HOST, there) if there >= 0 else (Tier.DEVICE, here)
+            for there, here in zip(host.tolist(), device.tolist(), strict=True)
+        ]
         return headers, [self._readable(part_nbytes, tier, slot) for tier, slot in sources]
-
-    def _source(self, row: int, group: int) -> tuple[Tier, int]:
-        host = int(self._table.slot[Tier.HOST, group, row])
-        return (
-            (Tier.HOST, host) if host >= 0 else (Tier.DEVICE, int(self._table.slot[Tier.DEVICE, group, row]))
-        )
 
     def _readable(self, part_nbytes: int, tier: Tier, slot: int) -> memoryview:
         memory = self._memories[tier]
@@ -410,9 +431,9 @@ class Spiller:
 
     def _moved(self, rows: Rows, groups: npt.NDArray[np.int64], *, failed: bool) -> None:
         np.subtract.at(self._table.moving, rows, 1)
-        for part in zip(rows.tolist(), groups.tolist(), strict=True):
-            for spilling in self._in_flight.pop(part):
-                spilling.ended(failed=failed)
+        waiting = Counter(spilling for part in Parts(rows, groups) for spilling in self._in_flight.pop(part))
+        for spilling, count in waiting.items():
+            spilling.ended(count, failed=failed)
         self.on_moved()
 
     def _failed(self, error: Exception) -> None:

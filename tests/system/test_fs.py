@@ -131,6 +131,18 @@ def test_a_true_short_write_ends_in_the_systems_error(root: str) -> None:
     assert os.path.getsize(f"{root}/f") == 8192
 
 
+def test_a_file_that_was_removed_is_not_synced(root: str) -> None:
+    file = OsFs().open_file(f"{root}/f", create=True)
+    file.datasync()
+    os.rename(f"{root}/f", f"{root}/g")
+    file.datasync()
+    os.unlink(f"{root}/g")
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"removed|final"):
+            file.datasync()
+    file.close()
+
+
 def test_a_failed_sync_is_final(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = OsFs().open_file(f"{root}/f", create=True)
     file.datasync()

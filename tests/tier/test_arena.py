@@ -157,6 +157,16 @@ def test_unsealing_offers_the_slots_again() -> None:
     arena.check()
 
 
+def test_an_emptied_chunk_of_files_is_unsealed_and_still_counts() -> None:
+    arena = Arena(8 * PAGE, chunk_nbytes=4 * PAGE, shared=False)
+    slots = arena.allocate(PAGE, 1)
+    arena.seal(PAGE, 0)
+    arena.free(PAGE, slots)
+    arena.unseal(PAGE, 0)
+    arena.check()
+    assert arena.used_nbytes == 4 * PAGE and arena.retire_spare(0) == [(PAGE, 0)]
+
+
 def test_a_retired_chunk_counts_until_it_is_reinstated() -> None:
     arena = make(32, 8, shared=False)
     slots = arena.allocate(PAGE, 12)

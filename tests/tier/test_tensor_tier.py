@@ -10,7 +10,7 @@ import torch
 from tieredkv.errors import BadConfig
 from tieredkv.testing.fake_device import LateStream, is_poisoned, poison
 from tieredkv.tier.stream import CopyStream, HostStream, stream_for
-from tieredkv.tier.tensor import TensorTier
+from tieredkv.tier.tensor import TensorTier, copy_slots
 from tieredkv.units import GiB, MiB
 
 PAGE = 4096
@@ -208,3 +208,25 @@ def make_tier_for_fork() -> TensorTier:
     tier = TensorTier("host", 1 << 22, device=torch.device("cpu"), pinned=False, stream=HostStream())
     tier.arena.allocate(4096, 1)
     return tier
+
+
+def test_slots_are_copied_in_runs_that_are_runs_in_both_tiers() -> None:
+    class Counting(HostStream):
+        num_copies = 0
+
+        def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+            self.num_copies += 1
+            super().copy(dst, src)
+
+    stream = Counting()
+    one, other = make("device"), make("host")
+    slots = one.arena.allocate(PAGE, 8)
+    places = other.arena.allocate(PAGE, 16)[[0, 1, 2, 5, 6, 7, 8, 15]]
+    one.parts(PAGE, 0, 8).copy_(torch.arange(8, dtype=torch.uint8)[:, None].expand(8, PAGE))
+    copy_slots(stream, PAGE, one, slots, other, places)
+    assert stream.num_copies == 3
+    for number, place in enumerate(places.tolist()):
+        assert (other.parts(PAGE, place, 1) == number).all()
+    copy_slots(stream, PAGE, one, slots[:0], other, places[:0])
+    one.close()
+    other.close()

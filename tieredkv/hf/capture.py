@@ -332,6 +332,8 @@ class CapturingCache(Cache):  # type: ignore[misc]
         doubt = self._doubt_of(arguments, ids, length)
         arguments = self._with_positions(model, self._with_right_mask(arguments, length), length)
         self._num_running = length
+        if self.space is not None:
+            self.space.pace.forward_begins()
         if doubt is not None:
             self._doubt(self.num_tokens, doubt)
             self._append(np.full(length, _UNKNOWN, dtype=np.int32))
@@ -345,6 +347,8 @@ class CapturingCache(Cache):  # type: ignore[misc]
 
     def end_forward(self) -> None:
         """Take note that the forward which was begun ran to its end."""
+        if self.space is not None:
+            self.space.pace.forward_ends()
         self._num_running = 0
         self._deltas.keep()
 

@@ -60,7 +60,7 @@ class File(Protocol):
 
     def datasync(self) -> None:
         """Make contents and length survive power loss. A failure is final: every later call fails too,
-        for the system may have marked the lost pages clean."""
+        for the system may have marked the lost pages clean. A file that has no name any more fails."""
         ...
 
     def allocate(self, offset: int, nbytes: int) -> None:
@@ -183,6 +183,8 @@ class OsFile(Descriptor):
             raise OSError(errno.EIO, "an earlier sync of this file failed, which is final")
         try:
             _datasync(self._fd)
+            if os.fstat(self._fd).st_nlink == 0:
+                raise OSError(errno.ENOENT, "somebody removed this file while it was open")
         except OSError:
             self._sync_failed = True
             raise

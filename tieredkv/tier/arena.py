@@ -526,7 +526,8 @@ class _Pool:
             return 0
         self._state[row], self._longest[row] = _OPEN, self._num_free[row]
         self.num_free += int(self._num_free[row])
-        if self._num_free[row] < self.slots_per_chunk:
+        kept = state != _RETIRED and self.keeps_empty  # its file space is not punched yet
+        if self._num_free[row] < self.slots_per_chunk or kept:
             return 0
         self._drop(row)
         return 1

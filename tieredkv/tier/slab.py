@@ -36,13 +36,14 @@ from .slab_format import (
 )
 from .workers import Batch, Workers
 
-_PIECE_NBYTES = 8 * MiB
+_PIECE_NBYTES = 4 * MiB
 _PIECE_SLOTS = 256
 _SPARSE_NBYTES = 64 * 1024
 _MAX_OPEN = 128
 _CLOSE_S = 1.0
-_NUM_THREADS = 4
-"""Transfers under way at once, whatever the cores: a disk is fastest at queue depth four to eight."""
+_NUM_THREADS = 8
+"""Transfers under way at once, whatever the cores. A disk is fastest at queue depth four to eight, and as some
+of them are at their checksum, that many are with the disk."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ class SlabStore:
         """The runs of a batch, cut where a slab ends and where a call becomes too large to overlap."""
         stride = SLOT_HEADER_NBYTES + part_nbytes
         slab_nbytes = _slab_nbytes(part_nbytes)
-        most = max(1, min(_PIECE_SLOTS, _PIECE_NBYTES // stride))
+        most = max(1, min(_PIECE_SLOTS, _PIECE_NBYTES // part_nbytes))
         pieces, first = [], 0
         for _, count, offset in self._geometry.runs(stride, numbers):
             while count:

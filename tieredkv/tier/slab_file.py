@@ -7,6 +7,7 @@ import errno
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from ..system.fs import File, Fs
 from .base import FailedPlace, StoreFailed
@@ -141,9 +142,10 @@ class SlabFile:
         self.refuse_if_failed()
         with self._lock:
             file = self._opened_for_writing()
-            for chunk in sorted(set(chunks) - self.chunks):
-                file.allocate(*self.portion(chunk))
-                self.chunks |= {chunk}
+            for run in _runs(sorted(set(chunks) - self.chunks)):
+                (first, _), (last, nbytes) = self.portion(run[0]), self.portion(run[-1])
+                file.allocate(first, last + nbytes - first)
+                self.chunks |= set(run)
                 self.dirty = True
 
     def write(self, file: File, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:
@@ -263,3 +265,9 @@ class SlabFile:
         if self._file is not None:
             self._file.close()
         self._file = self._map = None
+
+
+def _runs(numbers: Sequence[int]) -> list[Sequence[int]]:
+    """Ascending numbers in stretches without a gap, so that one call makes room for each."""
+    cuts = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+    return [numbers[at:end] for at, end in pairwise([0, *cuts, len(numbers)]) if at < end]
