@@ -148,3 +148,74 @@ def test_rows_of_a_model_that_pools_tokens_go_on_as_one_row_does(
         model(**forward_arguments(model, other, ids[:, :30], 0))
     with pytest.raises(BadInput, match="pools tokens"):
         _together(live, [one, other], 1)
+
+
+def ids_of(session: Any) -> torch.Tensor:
+    return torch.tensor(session.tokens[None].astype("int64"))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "jamba", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v4"])
+def test_forks_rollbacks_and_edits_start_from_the_nearest_state(
+    name: str, open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    model = ALL[name]()
+    chat = ChatModel(open_kv(), model, tokenizer)
+    with chat.session("s") as session:
+        kept = say(session, model, prompt(NUM_PROMPT))
+        kept = say(session, model, torch.cat([kept, prompt(30, seed=3)], dim=1), num_new=12)
+        with session.fork("t") as fork:
+            longer = torch.cat([kept, prompt(5, seed=4)], dim=1)
+            got = say(fork, model, longer, num_new=6)
+            assert fork.last_explain.reused_tokens == (kept.shape[1] - 1) // 16 * 16
+            assert torch.equal(got, model.generate(longer, max_new_tokens=6, do_sample=False))
+        # Answers ended at 110 and 152, the last prompt at 140: the states at the boundaries before them are kept.
+        for end, boundary in [(151, 144), (144, 144), (141, 128), (120, 96), (96, 96), (79, 0)]:
+            with session.fork(f"to {end}") as fork:
+                assert fork.rollback(num_tokens=end) == end - boundary
+                edited = torch.cat([kept[:, :end], prompt(9, seed=end)], dim=1)
+                got = say(fork, model, edited, num_new=4)
+                assert fork.last_explain.reused_tokens == boundary
+                assert torch.equal(got, model.generate(edited, max_new_tokens=4, do_sample=False))
+
+
+def test_a_forward_that_fails_half_way_leaves_nothing_that_goes_on(
+    open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    model = ALL["mamba2"]()
+    chat = ChatModel(open_kv(), model, tokenizer)
+    with chat.session("s") as session, torch.no_grad():
+        kept = say(session, model, prompt(NUM_PROMPT))
+        ids = torch.cat([kept, prompt(3, seed=5)], dim=1)
+        attached = session.attach(ids)
+        cache = attached[chat._live.cache_name]
+        broken = model.backbone.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**attached, max_new_tokens=2, do_sample=False)
+        broken.remove()
+        assert not cache.is_sound()
+        with pytest.raises(BadInput, match="half way"):
+            model(**forward_arguments(model, cache, ids[:, -1:], ids.shape[1] - 1))
+        got = model.generate(**session.attach(ids), max_new_tokens=2, do_sample=False)
+        skipped = session._memory._num_skipped
+        assert torch.equal(got, model.generate(ids, max_new_tokens=2, do_sample=False)[:, skipped:])
+
+
+def test_offsets_that_another_conversation_left_on_the_model_do_not_count(
+    open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    model = ALL["qwen2_5_vl"]()
+    chat = ChatModel(open_kv(), model, tokenizer)
+    with chat.session("s") as session:
+        kept = say(session, model, prompt(NUM_PROMPT))
+    ids = torch.cat([kept, prompt(4, seed=6)], dim=1)
+    want = model.generate(ids, max_new_tokens=6, do_sample=False)
+    model.model.rope_deltas = torch.tensor([[7]])
+    with chat.session("s") as session:
+        got = say(session, model, ids, num_new=6)
+        assert session.last_explain.reused_tokens == 96 and torch.equal(got, want)
+        pictured = ids.clone()
+        pictured[0, -2] = 5  # stands for an image
+        attached = session.attach(pictured)
+        model.generate(**attached, max_new_tokens=2, do_sample=False)
+        cache = attached[chat._live.cache_name]
+        assert "image" in cache.doubt.why and cache.num_certain <= ids.shape[1] - 2
