@@ -6,6 +6,7 @@ memory that was used before, as the raw read's was: what else would be measured 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,8 +101,11 @@ def _store(chats: Chats, ids: Any, kv: KV, salt: str = "") -> Namespace:
 
 
 def _touch(chats: Chats, ids: Any, kv: KV) -> None:
-    """Use as much of the device tier as will be used, and let it go."""
-    chats.kv.purge(_store(chats, ids, kv, salt="passing"))
+    """Use as much of the device tier and of working memory as will be used, and let it go."""
+    passing = _store(chats, ids, kv, salt="passing")
+    restore(passing, chats.live.new_cache(), ids)
+    gc.collect()  # a cache lies in circles of references
+    chats.kv.purge(passing)
 
 
 def _restore_s(chats: Chats, ids: Any) -> float:
