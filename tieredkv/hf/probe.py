@@ -246,7 +246,7 @@ def _refuse_unless_causal(facts: LayerFacts, short: Any, long: Any) -> None:
 
 def _distance(facts: LayerFacts, one: Any, other: Any) -> float:
     """How far two caches of the same ids are apart in what a layer holds, relative to its size."""
-    apart = []
+    apart: list[float] = []
     for state in states_of(one.layers[facts.index]):
         mine, theirs = (_held(cache.layers[facts.index], state).double() for cache in (one, other))
         apart.append(float((mine - theirs).norm() / theirs.norm().clamp(min=1e-30)))
