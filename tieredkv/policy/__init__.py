@@ -1,4 +1,4 @@
-"""Who leaves a full tier: policies over keys, runnable without a store."""
+"""Who leaves a full tier: policies over numbers, runnable without a store."""
 
 from .arc import ARC
 from .base import Policy
