@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .family import ATTENTION
+from .family import ATTENTION, RECURRENT
 from .forwards import Forward, by_position
 from .scene import BLOCK_SIZE, GREEDY, Row, Scene, Turn, all_forwards
 from .states import first_difference
@@ -129,6 +129,8 @@ def judge_rows(
     ids = torch.cat([_padded(row.prompt, longest) for row in rows])
     mask = torch.cat([_padded(torch.ones_like(row.prompt), longest) for row in rows])
     given = {"input_ids": ids, "attention_mask": mask, cache_name(scene.model): cache}
+    if scene.family.kind == RECURRENT:  # such a cache knows no length: whole prompts would run over it again
+        given = {"input_ids": ids[:, -1:], cache_name(scene.model): cache}
     theirs = _recorded(scene, options, **given)
     different = ""
     if not all(torch.equal(a.ids, b.ids) for a, b in zip(forwards, theirs, strict=True)):
@@ -155,7 +157,6 @@ def _before(scene: Scene, history: Sequence[Turn], row: Row) -> Stock:
     stock.play(calls_up_to(scene, all_forwards(list(history)), start))
     stock.back_to(start)
     stock.play(row.forwards)
-    stock.trim()
     return stock
 
 

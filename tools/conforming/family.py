@@ -70,6 +70,6 @@ class Family:
         with torch.no_grad():  # random weights as they come give flat logits, which would hide errors
             for parameter in model.parameters():
                 if parameter.dim() >= 2:
-                    parameter.mul_(4.0)
+                    parameter.mul_(2.0 if self.kind == RECURRENT else 4.0)  # so the largest is about 2
         model.generation_config.eos_token_id = None
         return model.to(dtype)

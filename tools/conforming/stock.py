@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Stock:
         self._croppable = family.kind == ATTENTION
         self._step = family.step
         self._snapshots: dict[int, Any] = {}
+        self._pasts: dict[int, list[dict[str, torch.Tensor]]] = {}
         self.cache = self.new_cache()
 
     def forward(self, ids: torch.Tensor, num_asked: int = 0) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Stock:
         if num_tokens == 0:
             self.cache = self.new_cache()
         elif self._croppable:
-            self.cache.crop(num_tokens - self.num_tokens)
+            self._cut(num_tokens)
         elif num_tokens in self._snapshots:
             self.cache = copy.deepcopy(self._snapshots[num_tokens])
         else:
@@ -86,12 +87,27 @@ class Stock:
         self.num_tokens = num_tokens
 
     def new_cache(self) -> Any:
-        """Empty; its windows remember what they let go, so that they can go back."""
+        """Empty; what its windows let go is remembered here, so that they can go back in every release."""
         cache: Any = DynamicCache(config=self.model.config)
-        for layer in cache.layers:
+        for index, layer in enumerate(cache.layers):
             if isinstance(layer, DynamicSlidingWindowLayer) and self._croppable:
-                layer.activate_past_recording()
+                self._pasts[index] = []
+                layer.update = _remembering(layer.update, self._pasts[index])
         return cache
+
+    def _cut(self, num_tokens: int) -> None:
+        """Windows become those before `num_tokens`; all other layers are cropped."""
+        for index, layer in enumerate(self.cache.layers):
+            past = self._pasts.get(index)
+            if past is None:
+                layer.crop(num_tokens - self.num_tokens)
+                continue
+            for name in ("keys", "values"):
+                states = torch.cat([part[name] for part in past], dim=2)[:, :, :num_tokens]
+                setattr(layer, name, states[:, :, max(0, num_tokens - layer.sliding_window + 1) :])
+                past[0][name] = states
+            del past[1:]
+            layer.cumulative_length = num_tokens
 
     def play(self, forwards: Sequence[Forward]) -> list[torch.Tensor]:
         """The same calls again; a call that begins before the end first goes back to its beginning."""
@@ -101,14 +117,7 @@ class Stock:
             given.append(self.forward(forward.ids, forward.num_asked))
         return given
 
-    def trim(self) -> None:
-        """Let go of what windows remember only to go back, as after any call without that."""
-        if self._croppable and self.num_tokens:
-            self.cache.crop(0)
-
     def states(self) -> States:
-        """What the next call would see; nothing before the window can be gone back to afterwards."""
-        self.trim()
         return states_of(self.cache)
 
 
@@ -126,9 +135,17 @@ def together(stocks: Sequence[Stock], num_each: int) -> Any:
                 setattr(layer, name, {k: _stacked([v[k] for v in values], num_each, None) for k in first})
             elif name == "cumulative_length":
                 layer.cumulative_length = longest
-            elif name != "record_past":
+            elif name != "update":
                 setattr(layer, name, first)
     return cache
+
+
+def _remembering(update: Callable[..., Any], past: list[dict[str, torch.Tensor]]) -> Callable[..., Any]:
+    def remember(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        past.append({"keys": keys.clone(), "values": values.clone()})
+        return update(keys, values, *args, **kwargs)
+
+    return remember
 
 
 def _stacked(values: Sequence[Any], num_each: int, axis: int | None) -> Any:
