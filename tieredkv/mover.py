@@ -203,7 +203,12 @@ class Mover:
         if len(below):
             slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(below), until, rows[below])
             coming.targets[below[: len(slots)]] = slots
-        scratch, failures = self._bring(part_nbytes, group, coming, until)
+        try:
+            scratch, failures = self._bring(part_nbytes, group, coming, until)
+        except BaseException:  # an interrupt, or no memory: what was reserved goes back
+            await_copies(self._memories[Tier.DEVICE], self._deadline_s, self._counters)
+            self._settle(group, coming, [Failure(row, group, Reason.EVICTED) for row in coming.rows.tolist()])
+            raise
         self._settle(group, coming, failures)
         segments = self._segments(part_nbytes, coming, scratch, first_block)
         num_parts = sum(len(parts) for _, parts in segments)
@@ -252,7 +257,12 @@ class Mover:
         expected = self._expected(coming.rows[on_disk], group)
         late = self._late(part_nbytes, coming, indices)
         left_s = max(0.0, until - time.monotonic())
-        verdicts = self._store.read(part_nbytes, coming.sources[on_disk], expected, into, left_s, late)
+        try:
+            verdicts = self._store.read(part_nbytes, coming.sources[on_disk], expected, into, left_s, late)
+        except BaseException:
+            if direct:
+                coming.targets[on_disk] = -1  # every read is late now: its slot is given back once it is over
+            raise
         self._note_reads(Verdict.TIMED_OUT in verdicts, left_s)
         for index, verdict in zip(indices, verdicts, strict=True):
             if verdict is Verdict.TIMED_OUT and direct:

@@ -73,6 +73,7 @@ class Batch(Generic[T]):
         self._error: Exception | None = None
         self._num_left = len(jobs)
         self._began = [False] * len(jobs)
+        self._over = [False] * len(jobs)
         self._expired = False
         for number in range(len(jobs)):
             workers.submit(partial(self._run, number))
@@ -84,7 +85,11 @@ class Batch(Generic[T]):
             Exception: the first that a job raised, once all are over or late.
         """
         with self._done:
-            self._done.wait_for(lambda: self._num_left == 0, timeout_s)
+            try:
+                self._done.wait_for(lambda: self._num_left == 0, timeout_s)
+            except BaseException:  # an interrupt: the caller gets no result, so every job is late
+                self._interrupted()
+                raise
             self._expired = self._num_left > 0
             results = list(self._results)
             never = [number for number, began in enumerate(self._began) if not began]
@@ -94,6 +99,13 @@ class Batch(Generic[T]):
         if self._error is not None:
             raise self._error
         return results
+
+    def _interrupted(self) -> None:
+        """Say `on_late` of every job that does not run now; those that do will (lock held)."""
+        self._expired = True
+        for number, began in enumerate(self._began):
+            if self._on_late is not None and (self._over[number] or not began):
+                self._on_late(number)
 
     def _run(self, number: int) -> None:
         with self._done:
@@ -109,6 +121,7 @@ class Batch(Generic[T]):
             late = self._expired
             if not late:
                 self._results[number], self._error = result, self._error or error
+                self._over[number] = True
                 self._num_left -= 1
                 if self._num_left == 0:
                     self._done.notify_all()
