@@ -108,7 +108,10 @@ class Namespace:
         for row, group in absent:
             present[group, rows == row] = False
         boundary = longest_restorable(self.layout, present, limit)
-        return _Found(digests, rows, boundary, limit, min(num_full_blocks(self.layout, present), limit))
+        # Without full parts a chain is known as far as it has rows: a branch may form where they end.
+        known = np.logical_and.accumulate(rows >= 0).sum() if self.layout.full_group is None else 0
+        reached = max(int(known), num_full_blocks(self.layout, present))
+        return _Found(digests, rows, boundary, limit, min(reached, limit))
 
     def _describe(self, found: _Found) -> Lookup:
         size = self.layout.block_size
@@ -139,7 +142,8 @@ class Namespace:
         if found.boundary == found.limit:
             return Reason.COMPLETE, ""
         if found.num_full > found.boundary:
-            return Reason.NO_ANCHOR, f"full parts reach token {found.num_full * size}, no anchor after this"
+            what = "full parts reach" if self.layout.full_group is not None else "the chain is known to"
+            return Reason.NO_ANCHOR, f"{what} token {found.num_full * size}, no anchor after this"
         block = found.boundary if self.layout.full_group is None else found.num_full
         if table.was_here(found.digests[block].tobytes()):
             return Reason.EVICTED, f"from token {block * size}"

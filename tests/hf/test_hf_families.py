@@ -219,3 +219,18 @@ def test_offsets_that_another_conversation_left_on_the_model_do_not_count(
         model.generate(**attached, max_new_tokens=2, do_sample=False)
         cache = attached[chat._live.cache_name]
         assert "image" in cache.doubt.why and cache.num_certain <= ids.shape[1] - 2
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_where_chats_part_a_state_is_kept_for_the_third(
+    name: str, open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    model = ALL[name]()
+    chat = ChatModel(open_kv(), model, tokenizer)
+    shared = prompt(70)
+    for number, reused in enumerate([0, 0, 64]):
+        with chat.session(f"chat {number}") as session:
+            ids = torch.cat([shared, prompt(40, seed=10 + number)], dim=1)
+            got = say(session, model, ids, num_new=4)
+            assert session.last_explain.reused_tokens == reused
+            assert torch.equal(got, model.generate(ids, max_new_tokens=4, do_sample=False))
