@@ -26,7 +26,7 @@ from chatting import rows
 from chatting.setting import Setting, model_folder
 from rich.console import Console
 
-_RUNS = 5
+_RUNS, _QUICK_RUNS = 5, 3
 _DATA = os.environ.get("TIEREDKV_DATA")
 
 
@@ -53,7 +53,7 @@ def main(
     root = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
     machine, began, figures = describe(root), time.perf_counter(), []
     setting = Setting(
-        root=root, model=model or model_folder(progress), progress=progress, runs=1 if quick else runs,
+        root=root, model=model or model_folder(progress), progress=progress, runs=min(runs, _QUICK_RUNS) if quick else runs,
         data=data or (Path(_DATA) if _DATA else None), num_conversations=3 if short else rows.NUM_CONVERSATIONS,
     )  # fmt: skip
     try:
