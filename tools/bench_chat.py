@@ -53,7 +53,8 @@ def main(
     root = Path(tempfile.mkdtemp(prefix="tieredkv-bench-", dir=directory))
     machine, began, figures = describe(root), time.perf_counter(), []
     setting = Setting(
-        root=root, model=model or model_folder(progress), progress=progress, runs=min(runs, _QUICK_RUNS) if quick else runs,
+        root=root, model=model or model_folder(progress), progress=progress,
+        runs=min(runs, _QUICK_RUNS) if quick else runs,
         data=data or (Path(_DATA) if _DATA else None), num_conversations=3 if short else rows.NUM_CONVERSATIONS,
     )  # fmt: skip
     try:
