@@ -48,7 +48,9 @@ class Durable:
 
     def over(self) -> float:
         """A chain for which an earlier one leaves the disk, in a store with room for little more than one."""
-        config = replace(self._config(), disk_nbytes=self._size.nbytes * 3 // 2 + 64 * MiB)
+        nbytes = self._size.nbytes
+        log_nbytes = min(64 * MiB, nbytes // 2 + 8 * MiB)
+        config = replace(self._config(), disk_nbytes=nbytes * 3 // 2 + log_nbytes)
         with self._open("full", config) as cache:
             for chain in range(_MAX_CHAINS):
                 before = _num_evicted(cache)
