@@ -55,7 +55,7 @@ class Environment:
 
     def _install(self, python: Path) -> None:
         release = torch.__version__.partition("+")[0]
-        _pip(python, f"torch=={release}", "lmdb", "xxhash", *self.pins)
+        _pip(python, f"torch=={release}", "numpy", "lmdb", "xxhash", *self.pins)
         _pip(python, "--no-deps", self.wheel)
         if self.without is not None:
             name = self.wheel.partition("==")[0]
