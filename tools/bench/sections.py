@@ -24,4 +24,4 @@ SECTIONS: Mapping[str, Section] = {
     "workloads": hits.measure,
 }
 QUICK_RUNS = 1
-QUICK_NUM_BLOCKS = 20_000
+QUICK_NUM_BLOCKS = 5_000
