@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from .contestant import BlockStore
@@ -67,8 +68,9 @@ class TorchSave(Files):
 
     def put(self, keys: Sequence[str], blocks: torch.Tensor) -> None:
         for key, block in zip(keys, blocks, strict=True):
-            torch.save(block.clone(), self.file(key))  # of a view it would save the whole storage
+            own = torch.from_numpy(block.numpy().copy())  # of a view it would save the whole storage
+            torch.save(own, self.file(key))
 
     def get(self, keys: Sequence[str], out: torch.Tensor) -> None:
         for key, block in zip(keys, out, strict=True):
-            block.copy_(torch.load(self.file(key), weights_only=True))
+            np.copyto(block.numpy(), torch.load(self.file(key), weights_only=True).numpy())

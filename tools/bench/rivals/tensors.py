@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -19,4 +20,4 @@ class Safetensors(Files):
 
     def get(self, keys: Sequence[str], out: torch.Tensor) -> None:
         for key, block in zip(keys, out, strict=True):
-            block.copy_(load_file(self.file(key))["kv"])
+            np.copyto(block.numpy(), load_file(self.file(key))["kv"].numpy())
