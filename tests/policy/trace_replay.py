@@ -93,8 +93,62 @@ def request(policy: Pages, x: int, page_nbytes: int = 1) -> bool:
     return False
 
 
-def count_hits(policy: Pages, references: Iterable[int]) -> int:
-    return sum(request(policy, x) for x in references)
+class _Replay:
+    """References to pages of one byte, given to a policy in as few calls as change nothing for it.
+
+    Hits in a row are one touch. New pages in a row are up to `batch` in one insert; of what LRU then lets go,
+    none is asked for in between, so it counts as if each had come alone. ARC looks at every one: its batch is 1.
+    """
+
+    def __init__(self, policy: Policy, batch: int) -> None:
+        self.policy = policy
+        self.batch = batch
+        self.residents: set[int] = set()
+        self.touched: list[int] = []
+        self.missed: dict[int, None] = {}
+        self.num_hits = 0
+
+    def request(self, x: int) -> None:
+        if self.missed and (x in self.missed or x in self.residents):
+            self.insert()
+        if x in self.residents:
+            self.touched.append(x)
+            self.num_hits += 1
+            return
+        self.touch()
+        self.missed[x] = None
+        if len(self.missed) >= self.batch:
+            self.insert()
+
+    def touch(self) -> None:
+        if self.touched:
+            self.policy.touch(numbers_of(self.touched))
+            self.touched = []
+
+    def insert(self) -> None:
+        policy, pages = self.policy, numbers_of(self.missed)
+        missing = policy.nbytes + len(pages) - policy.capacity_nbytes
+        if missing > 0:
+            gone = policy.victims(missing, none_held, pages)
+            policy.evict(gone)
+            self.residents.difference_update(gone.tolist())
+        policy.insert(pages, np.ones(len(pages), dtype=np.int64))
+        self.residents.update(self.missed)
+        self.missed = {}
+
+
+def none_held(numbers: Numbers) -> np.ndarray:
+    return np.zeros(len(numbers), dtype=np.bool_)
+
+
+def count_hits(name: str, num_pages: int, references: Iterable[int]) -> int:
+    """How many of the references the policy of that name and capacity has."""
+    replay = _Replay(make_policy(name, num_pages, keys_of), min(num_pages, 256) if name == "lru" else 1)
+    for x in references:
+        replay.request(x)
+    replay.touch()
+    replay.policy.check()
+    return replay.num_hits
 
 
 def generated_trace(seed: int, num_references: int, num_pages: int) -> list[int]:

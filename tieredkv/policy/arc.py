@@ -32,7 +32,7 @@ import numpy.typing as npt
 from .base import Held, KeysOf, Numbers
 
 K = TypeVar("K", bound=Hashable)
-_LOOK = 64
+_FIRST_LOOK, _MOST_LOOK = 4, 256
 
 
 class _List(Generic[K]):
@@ -250,8 +250,9 @@ class _Replace:
 
 
 def _free(residents: _List[int], held: Held) -> Iterator[int]:
-    """Those that are not held, LRU end first, asked about a few at a time."""
-    numbers = iter(residents.sizes)
-    while few := list(islice(numbers, _LOOK)):
+    """Those that are not held, LRU end first, asked about a few at a time, then more."""
+    numbers, num = iter(residents.sizes), _FIRST_LOOK
+    while few := list(islice(numbers, num)):
+        num = min(2 * num, _MOST_LOOK)
         those = np.array(few, np.int32)
         yield from those[~held(those)].tolist()
