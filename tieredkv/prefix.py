@@ -9,6 +9,7 @@ import torch
 
 from .block.layout import BlockLayout, TensorSpec
 from .outcomes import Reason
+from .tier.stream import copy_values
 
 Segment = tuple[int, torch.Tensor]
 """First block, and the parts of consecutive blocks as uint8 `[n, part_nbytes]`."""
@@ -121,16 +122,16 @@ class Prefix:
             len(view),
         )
         if axis is None:
-            out.copy_(view[-1])
+            copy_values(out, view[-1])
         elif spec.stride <= size:
             rows = size // spec.stride
             target = out.narrow(axis, at * rows, count * rows)
-            target.unflatten(axis, (count, rows)).movedim(axis, 0).copy_(view)
+            copy_values(target.unflatten(axis, (count, rows)).movedim(axis, 0), view)
         else:  # a row of many blocks lies in the last of them
             every = spec.stride // size
             due = view[-(at + 1) % every :: every]
             if len(due):
-                out.narrow(axis, at // every, len(due)).movedim(axis, 0).copy_(due.squeeze(axis + 1))
+                copy_values(out.narrow(axis, at // every, len(due)).movedim(axis, 0), due.squeeze(axis + 1))
 
     def _assert_open(self) -> None:
         assert self._release is not None, "this prefix was closed: its parts are no longer pinned"
