@@ -95,6 +95,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path: Path, where: str) -> None:
                 file.write(f"{seed} {int(stored.wait(0))}\n")
             if number % 4 == 3:
                 kv.checkpoint()
+        kv.close()  # the trace is written by and by, at the latest here
 
     ends = set()
     for nth in (0, 1, 4, 11):

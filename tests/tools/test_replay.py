@@ -102,6 +102,22 @@ def test_a_life_says_where_its_knowledge_begins(path: Path) -> None:
     assert nobody["events"] == [] and nobody["now"] == [] and "never logged" in nobody["before"]
 
 
+def test_the_life_of_a_fork_begins_with_what_it_shares(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        with kv.session("one", space) as one:
+            one.commit(prompt(0, 85), [Turn("user", 85)])
+            one.fork("other").close()
+            one.pin()
+        assert kv.flush(5).ok
+    _, life, _ = run(tmp_path / "store", "--session", "other")
+    (event,) = life["events"]
+    assert (event["base"], event["num_kept"], event["num_added"]) == ("one", 85, 0)
+    assert life["before"] == "begun as a fork of 'one'"
+    _, life, _ = run(tmp_path / "store", "--session", "one")
+    assert [event.get("pinned") for event in life["events"]] == [None, True]
+
+
 def test_salvage_makes_a_store_that_opens_clean(path: Path, tmp_path: Path) -> None:
     code, found, _ = run(path, "--salvage", tmp_path / "new")
     assert code == 0 and found["num_sessions"] == 1

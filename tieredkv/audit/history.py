@@ -363,6 +363,8 @@ def _purges(event: dict[str, Any], namespace: int) -> bool:
 def _before_session(kept: KeptLog, events: list[dict[str, Any]], now: tuple[dict[str, Any], ...]) -> str:
     first = next((event for event in events if event["kind"] == "session"), None)
     if first is not None and first.get("num_kept"):
+        if first["base"] != first["name"]:
+            return f"begun as a fork of {first['base']!r}"
         return f"it had {first['num_kept']} tokens or more before LSN {first['lsn']}"
     if first is None and (now or events):
         return f"begun before LSN {kept.first_lsn}, where the kept log begins"

@@ -34,7 +34,7 @@ from ..wal.records import (
 DROP_CAUSES = {1: "evicted", 2: "released", 3: "damaged", 4: "removed", 5: "failed sync"}
 
 _LENGTH = struct.Struct("<I")
-_SESSION_FIELDS = ("name", "namespace", "anchors", "pinned", "expires_at")
+_SESSION_FIELDS = ("name", "base", "namespace", "anchors", "pinned", "expires_at", "priority")
 
 
 class KeptLog:
@@ -152,12 +152,15 @@ def _describe_blob(kind: int, blob: bytes) -> dict[str, Any]:
 def session_head(blob: bytes) -> dict[str, Any]:
     """What a SESSION record says, but for its tokens and its `meta`.
 
-    `num_kept` tokens of the session before it stay, `num_added` follow them.
+    `num_kept` tokens of `base`, the session before it or the one it was forked from, stay; `num_added` follow
+    them. What a record does not name is as it was there.
     """
     (length,) = _LENGTH.unpack_from(blob)
     head: Mapping[str, Any] = json.loads(blob[_LENGTH.size : _LENGTH.size + length])
     added = (len(blob) - _LENGTH.size - length) // 4
-    values = {name: head[name] for name in _SESSION_FIELDS}
-    turns = head["turns"]
-    return values | {"num_kept": head["kept"], "num_added": added, "num_tokens": head["kept"] + added,
-                     "num_turns": len(turns), "turn_ends": [end for _, end in turns]}  # fmt: skip
+    kept = head.get("kept", 0)
+    values = {name: head[name] for name in _SESSION_FIELDS if name in head}
+    values |= {"num_kept": kept, "num_added": added, "num_tokens": kept + added}
+    if "turns" in head:
+        values |= {"num_turns": len(head["turns"]), "turn_ends": [end for _, end in head["turns"]]}
+    return values
