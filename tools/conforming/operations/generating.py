@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,22 +62,36 @@ def chunked_prefill(scene: Scene) -> Finding:
 
 
 def _drafted(scene: Scene, options: Mapping[str, Any]) -> Finding:
-    turns, turn = _after_two(scene, options, num_new=3 * NUM_NEW)
-    ends = [call.end for call in turn.forwards]
-    rejected = sum(a > call.start for a, call in zip(ends, turn.forwards[1:], strict=False))
-    if not rejected:
+    turns, turn = _after_two(scene, options, 3 * NUM_NEW, _rejected)
+    if not _rejected(turn):
         raise DidNotHappen(f"no draft was rejected in {len(turn.forwards)} calls")
     return judge(scene, turns, turn, Wanted(turns[-1].tokens.shape[1] - 1))
 
 
-def _after_two(scene: Scene, options: Mapping[str, Any], num_new: int = NUM_NEW) -> tuple[list[Turn], Turn]:
-    """Two plain turns; a third over their blocks, with options."""
+def _rejected(turn: Turn) -> bool:
+    """Whether the cache was cut back: a call began before the end of the one before."""
+    return any(before.end > call.start for before, call in pairwise(turn.forwards))
+
+
+def _after_two(
+    scene: Scene,
+    options: Mapping[str, Any],
+    num_new: int = NUM_NEW,
+    happened: Callable[[Turn], bool] = lambda turn: True,
+) -> tuple[list[Turn], Turn]:
+    """Two plain turns; over their blocks a third with options, and others until what is to happen did."""
     chat = scene.open()
     with chat.session(_NAME) as session:
         turns = scene.converse(session, 2)
-    with chat.session(_NAME) as session:
-        ids = repeating(turns[-1].tokens)
-        return turns, scene.say(session, ids, num_new, **options)
+    ids = repeating(turns[-1].tokens)
+    for seed in range(90, 98):
+        with chat.session(_NAME) as session:
+            turn = scene.say(session, ids, num_new, **options)
+        if happened(turn):
+            break
+        turns.append(turn)
+        ids = repeating(following(turn.tokens, NUM_SAID, seed))
+    return turns, turn
 
 
 def _rows(scene: Scene, options: Mapping[str, Any]) -> Finding:
