@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Stock:
         self._arguments = inspect.signature(type(model).forward).parameters
         self._croppable = family.kind == ATTENTION
         self._step = family.step
+        self._recorded = False
         self._snapshots: dict[int, Any] = {}
         self._pasts: dict[int, list[dict[str, torch.Tensor]]] = {}
         self.cache = self.new_cache()
@@ -82,9 +84,13 @@ class Stock:
             self._cut(num_tokens)
         elif num_tokens in self._snapshots:
             self.cache = copy.deepcopy(self._snapshots[num_tokens])
+        elif self._recorded:
+            self.cache.crop(num_tokens - self.num_tokens)
+            self._recorded = False
         else:
             raise CannotGoBack(f"no call ended at {num_tokens} tokens")
         self.num_tokens = num_tokens
+        self._snapshots = {at: cache for at, cache in self._snapshots.items() if at <= num_tokens}
 
     def new_cache(self) -> Any:
         """Empty; what its windows let go is remembered here, so that they can go back in every release."""
@@ -112,10 +118,18 @@ class Stock:
     def play(self, forwards: Sequence[Forward]) -> list[torch.Tensor]:
         """The same calls again; a call that begins before the end first goes back to its beginning."""
         given = []
-        for forward in forwards:
+        for forward, following in zip_longest(forwards, forwards[1:]):
             self.back_to(forward.start)
+            if following is not None and following.start < forward.end:
+                self._record_past()
             given.append(self.forward(forward.ids, forward.num_asked))
         return given
+
+    def _record_past(self) -> None:
+        """Drafts follow, of which some will be taken back: states that can be, as convolutions', are told."""
+        if not self._croppable and getattr(self.cache, "is_croppable", False):
+            self.cache.activate_past_recording()
+            self._recorded = True
 
     def states(self) -> States:
         return states_of(self.cache)

@@ -11,7 +11,7 @@ import torch
 from ..compare import Wanted, judge, judge_later, judge_rows
 from ..family import Family
 from ..scene import NUM_NEW, NUM_SAID, Scene, Turn, following
-from ..verdict import DidNotHappen, Finding, worst
+from ..verdict import REFUSED, DidNotHappen, Finding, worst
 
 _NAME, _OTHER = "talk", "other"
 _CHUNK = 7
@@ -56,6 +56,10 @@ def chunked_prefill(scene: Scene) -> Finding:
     """The prompt behind the prefix goes through the model in chunks."""
     turns, turn = _after_two(scene, CHUNKS)
     prompt = [call for call in turn.forwards[turn.num_early :] if call.start < turn.num_prompt]
+    if prompt and all(call.ids.shape[1] == 1 for call in prompt):
+        return Finding(
+            REFUSED, None, "its calls of several tokens do not go on from a state: it runs one by one"
+        )
     if len(prompt) < 2 or any(call.ids.shape[1] > _CHUNK for call in prompt):
         raise DidNotHappen(f"the prompt went in calls of {[call.ids.shape[1] for call in prompt]} tokens")
     return judge(scene, turns, turn, Wanted(turns[-1].tokens.shape[1] - 1))
