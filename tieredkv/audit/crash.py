@@ -190,27 +190,29 @@ def _spots(reading: Reading, line: list[SegmentHeader], where: str | int) -> Ite
                 frame = reader.peek()
                 if frame is None or (cut is not None and frame.last_lsn > cut.lsn):
                     break
-                num_used = len(raw[reader.offset : reader.offset + frame.nbytes].rstrip(b"\0"))
-                yield from _spots_in(reader, frame, num_used, where)
+                written = raw[reader.offset : reader.offset + frame.nbytes]
+                used = range(frame.nbytes - len(written.lstrip(b"\0")), len(written.rstrip(b"\0")))
+                yield from _spots_in(reader, frame, used, where)
                 reader.accept(frame)
 
 
-def _spots_in(reader: SegmentReader, frame: Frame, num_used: int, where: str | int) -> Iterator[_Spot]:
-    """Cuts in one frame; it is whole already at `num_used`, behind which all its bytes are zeros."""
+def _spots_in(reader: SegmentReader, frame: Frame, used: range, where: str | int) -> Iterator[_Spot]:
+    """Cuts in one frame, whose bytes before and behind `used` are zeros: it is not begun before, and whole behind."""
     start, before = reader.offset, frame.first_lsn - 1
     ends = _record_ends(frame)
     for lsn, end in enumerate(ends, frame.first_lsn):
-        whole = end >= num_used
+        whole = end >= used.stop
         if where in (EVERY_RECORD, lsn):
-            yield _Spot(reader.header, start + end, lsn, lsn if whole else before, not whole)
+            yield _Spot(
+                reader.header, start + end, lsn, lsn if whole else before, used.start < end < used.stop
+            )
     if where == EVERY_BYTE:
         for offset in range(1, frame.nbytes + 1):
             written = before + int(np.searchsorted(ends, offset, side="right"))
-            whole = offset >= num_used
+            whole = offset >= used.stop
             written = frame.last_lsn if whole else written
-            yield _Spot(
-                reader.header, start + offset, written, frame.last_lsn if whole else before, not whole
-            )
+            inside = used.start < offset < used.stop
+            yield _Spot(reader.header, start + offset, written, frame.last_lsn if whole else before, inside)
 
 
 def _raw_segment(reading: Reading, header: SegmentHeader) -> bytes:
