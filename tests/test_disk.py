@@ -610,3 +610,25 @@ def test_a_hung_disk_costs_one_deadline_and_then_nothing(tmp_path: Path, gate: G
             assert load_checked(space, prompt(seed)) == (0, Reason.TIMED_OUT)
         assert time.monotonic() - began < 0.8, "three more loads waited for a disk known to hang"
         gate.open()
+
+
+def test_a_log_that_cannot_be_synced_at_open_is_said_and_checkpointed(tmp_path: Path) -> None:
+    """What was replayed may not be on the disk: the next segment follows a checkpoint, and the report says so."""
+    with opened(tmp_path) as kv:
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(0)).wait(30)
+    old = {path.name for path in (tmp_path / "wal").iterdir()}
+
+    def hook(operation: str, path: str) -> None:
+        if operation == "datasync" and os.path.basename(path) in old:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(tmp_path, fs=HookedFs(hook)) as kv:
+        assert any("could not be synced" in line for line in kv.recovery.damage), kv.recovery
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0)) == (320, Reason.COMPLETE)
+    assert not opened_damage(tmp_path)
+
+
+def opened_damage(path: Path) -> tuple[str, ...]:
+    """What the next opening finds wrong."""
+    with opened(path) as kv:
+        return kv.recovery.damage

@@ -185,7 +185,9 @@ def recover(
     if salvage is not None and (log.end.end is End.CORRUPT or checkpoint is None):
         num_salvaged = salvage()
     damage += _tidy(fs, store_dir, found)
-    must_checkpoint |= not _sync_tail(fs, store_dir, log.position)
+    unsynced = _sync_tail(fs, store_dir, log.position)
+    damage += unsynced
+    must_checkpoint |= bool(unsynced)
     report = RecoveryReport(
         seconds=clock.monotonic() - began,
         new_store=found.is_new,
@@ -249,17 +251,21 @@ def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
     return failures
 
 
-def _sync_tail(fs: Fs, store_dir: str, position: LogPosition) -> bool:
-    """Sync the segment that the next one will follow: what was replayed may be in the page cache alone."""
+def _sync_tail(fs: Fs, store_dir: str, position: LogPosition) -> list[str]:
+    """Sync the segment that the next one will follow: what was replayed may be in the page cache alone.
+
+    Returns:
+        What failed, if anything did: a checkpoint has to hold then what the segment may not.
+    """
     if position.number == 0:
-        return True
+        return []
     try:
         path = f"{store_dir}/{WAL}/{segment_name(position.number)}"
         with contextlib.closing(fs.open_file(path, writable=True)) as file:
             file.datasync()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return [f"log segment {position.number} could not be synced: {error.strerror}"]
+    return []
 
 
 def _next_segment(found: Survey) -> int:
