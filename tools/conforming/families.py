@@ -127,8 +127,9 @@ _IN_WIDE_USE = (
     Family("Starcoder2", "Starcoder2", _BASE),
     Family("BLOOM", "Bloom", {**_OLD_NAMES, "hidden_size": 64}),
     Family("Qwen3.5", "Qwen3_5", _DELTA, HYBRID, config="TextConfig"),
+    # Both experts: with one of two, a router near a tie takes the other when calls are cut elsewhere, with any cache.
     Family("Granite 4, hybrid", "GraniteMoeHybrid", {
-        **_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 1,
+        **_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 2,
         "shared_intermediate_size": 32,
     }, HYBRID),
     Family("Nemotron-H", "NemotronH", {
