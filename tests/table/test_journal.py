@@ -227,8 +227,10 @@ def test_those_who_wait_share_a_round(tmp_path: Path) -> None:
     assert running.wait(10)
     for thread in threads[1:]:
         thread.start()
-    while len(bench.journal._waiting) < 20:
+    end = time.monotonic() + 30
+    while len(bench.journal._waiting) < 20 and time.monotonic() < end:
         time.sleep(0.001)
+    assert len(bench.journal._waiting) == 20, "not all of them wait for the next round"
     go.set()
     for thread in threads:
         thread.join()
