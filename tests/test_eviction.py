@@ -97,6 +97,25 @@ def test_room_for_one_part_size_does_not_cost_what_is_hit_its_other_parts(tmp_pa
         assert kv.stats().tiers[-1].num_evictions > 0
 
 
+def test_what_was_held_while_it_was_stranded_goes_with_the_next_call(tmp_path: Path) -> None:
+    """Held by another call's move, not by a pin: no load need ever come for it to be looked at again."""
+    with opened(tmp_path, **MEMORY_ONLY) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["mixed"])
+        store(space, prompt(0))
+        with kv._lock:
+            rows = kv._table.find(space.chain(prompt(0)))
+            kv._table.moving[rows[:4]] += 1
+            for resident in kv._residents.values():
+                resident.leave(Parts.of([(int(rows[-1]), 1)]), evicted=True)
+            kv._room.drop_stranded([int(rows[-1])])
+            kv._table.moving[rows[:4]] -= 1
+        with pytest.raises(AssertionError, match="no restorable boundary needs"):
+            assert_nothing_stranded(kv)
+        store(space, prompt(1))
+        assert_nothing_stranded(kv)
+        kv.check()
+
+
 def test_arc_keeps_what_came_twice_through_a_scan(tmp_path: Path) -> None:
     found = {}
     for policy in ("lru", "arc"):

@@ -151,6 +151,18 @@ def test_what_is_held_is_told_apart() -> None:
     assert held == [int(rows[5])] and int(rows[5]) not in gone and int(rows[7]) in gone
 
 
+def test_a_bare_block_that_a_call_still_uses_keeps_nothing_for_good() -> None:
+    """Nothing of it is there, so that the block above is as good as a tail: it goes once the call has ended."""
+    table, rows = grown(MIXED)
+    table.slot[:, 1, rows] = -1
+    table.slot[:, :, rows[7]] = -1
+    gone, held = stranded(table, lambda _row: MIXED, [int(rows[6])])
+    assert gone == [] and held == [int(rows[6])]
+    table.free_if_empty(rows[7:])
+    gone, held = stranded(table, lambda _row: MIXED, [int(rows[6])])
+    assert sorted(gone) == sorted(rows[:7].tolist()) and held == []
+
+
 def test_last_copies() -> None:
     table, rows = grown(MIXED)
     table.slot[Tier.DISK, 0, rows[1]] = 4

@@ -241,6 +241,7 @@ class Namespace:
         with self._core.lock:
             self._core.table.pins[rows] -= 1
             assert not (self._core.table.pins[rows] < 0).any(), "a prefix was unpinned twice"
+            self._core.table.free_if_empty(rows)
             self._core.look_again()
             self._core.lock.notify_all()
 
@@ -326,6 +327,7 @@ class Namespace:
                 core.drop_stranded(rows[taken:][::-1].tolist())
             self._drop_broken(rows[:taken], boundaries)
             core.table.free_if_empty(rows)
+            core.look_again()
             core.lock.notify_all()
 
         def commit_now(timeout_s: float | None) -> bool:

@@ -146,7 +146,8 @@ def stranded(
     while the boundary after a block is not restorable and no other branch hangs there.
 
     Returns:
-        The blocks that go, and those that would, but for being pinned or moving: to be looked at again.
+        The blocks that go, and those that would, but for being pinned or moving, or for a block below that a
+        call still uses though nothing of it is there: to be looked at again.
     """
     gone: dict[int, None] = {}
     held: dict[int, None] = {}
@@ -158,15 +159,22 @@ def stranded(
             (held if table.is_held(here) else gone)[here] = None
         above = row
         while above >= 0:
-            branches = any(child not in gone for child in table.children(above))
-            if branches or is_restorable(table, layout_of(above), above):
+            below = [child for child in table.children(above) if child not in gone]
+            if is_restorable(table, layout_of(above), above) or not all(
+                is_bare(table, child) for child in below
+            ):
                 break
-            if table.is_held(above):
+            if below or table.is_held(above):
                 held[above] = None
                 break
             gone[above] = None
             above = int(table.parent[above])
     return list(gone), list(held)
+
+
+def is_bare(table: BlockTable, row: int) -> bool:
+    """Has the block no part anywhere, and none below it?"""
+    return not (table.slot[:, :, row] >= 0).any() and table.first_child[row] < 0
 
 
 def lacks_full(table: BlockTable, layout: BlockLayout, row: int) -> bool:

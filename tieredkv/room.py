@@ -278,6 +278,7 @@ class Room:
         resident.tell(Event.EVICT, leaving)
         self._drop_lost(lost)
         self._table.free_if_empty(leaving.rows)
+        self.look_again()
 
     def _leave_disk(self, leaving: Parts, until: float) -> None:
         assert self._spiller is not None, "only a cache with a disk tier evicts from it"
@@ -294,6 +295,7 @@ class Room:
             )
             table.uses[rows] -= 1
             table.free_if_empty(rows)
+            self.look_again()
         ticket.wait(_left(until))
 
     def _drop_lost(self, rows: Rows) -> Ticket:
