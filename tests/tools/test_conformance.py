@@ -14,7 +14,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 from conforming import cells, compare, environments, fake_devices, report, section, states  # noqa: E402
-from conforming.scene import Scene, following, quiet  # noqa: E402
+from conforming.scene import Scene, quiet  # noqa: E402
 from conforming.verdict import (  # noqa: E402
     CHECKPOINT,
     EXACT,
@@ -79,7 +79,7 @@ def test_tokens_that_came_from_elsewhere_did_not_come_from_disk(tmp_path: Path) 
 
         with scene.open().session("talk") as session:
             turns = scene.converse(session, 1)
-            turn = scene.say(session, following(turns[-1].tokens, 20, 70))
+            turn = scene.say(session, scene.following(turns[-1].tokens, 20, 70))
         with pytest.raises(DidNotHappen, match="not from the disk"):
             resuming.check_tier(turn, "disk")
 
@@ -90,7 +90,7 @@ def test_logits_of_another_prefix_are_wrong(tmp_path: Path) -> None:
         chat = scene.open()
         with chat.session("one") as session:
             turns = scene.converse(session, 1)
-            turn = scene.say(session, following(turns[-1].tokens, 20, 70))
+            turn = scene.say(session, scene.following(turns[-1].tokens, 20, 70))
         with chat.session("two") as session:
             others = scene.converse(session, 1, seed=4)
         found = compare.judge(scene, others, turn, compare.Wanted(turns[-1].tokens.shape[1] - 1))

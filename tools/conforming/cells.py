@@ -14,10 +14,10 @@ from tieredkv.errors import TieredKVError
 
 from .environments import installed
 from .fake_devices import FakeDevices
-from .families import FAMILIES, REAL
+from .families import FAMILIES
 from .family import Family
 from .operations import OPERATIONS, Operation
-from .scene import GREEDY, Scene, random_ids
+from .scene import GREEDY, Scene
 from .stock import Stock, cache_name
 from .verdict import ABSENT, REFUSED, WRONG, Cell, DidNotHappen
 
@@ -27,18 +27,15 @@ _NUM_HELD, _NUM_ASKED = 40, 60
 def chosen(families: Sequence[str], operations: Sequence[str]) -> tuple[list[Family], list[Operation]]:
     """Those of these names, or whose names begin so; all where nothing is asked for. Case does not matter.
 
-    Real weights are taken only by their whole name.
-
     Raises:
         ValueError: nothing begins so.
     """
-    rows = (*FAMILIES, REAL) if REAL.name.lower() in map(str.lower, families) else FAMILIES
-    return _named(rows, families), _named(OPERATIONS, operations)
+    return _named(FAMILIES, families), _named(OPERATIONS, operations)
 
 
 def in_order(found: Sequence[Cell]) -> list[Cell]:
     """In the order of the table, one release after the other."""
-    names = [family.name for family in (*FAMILIES, REAL)]
+    names = [family.name for family in FAMILIES]
     releases = list(dict.fromkeys(cell.transformers for cell in found))
     return sorted(found, key=lambda cell: (releases.index(cell.transformers), names.index(cell.family)))
 
@@ -55,7 +52,8 @@ def cell(family: Family, operation: Operation, folder: Path) -> Cell:
     if missing := family.missing():
         return Cell(family.name, operation.name, ABSENT, None, missing)
     try:
-        with Scene(family, folder, family.build()) as scene:
+        num_more = family.num_more if operation.past_window else 0
+        with Scene(family, folder, family.build(), num_more) as scene:
             found = operation.run(scene)
     except Exception as error:  # whatever goes wrong is what this cell is there to say
         return _failed(family, operation, error)
@@ -88,7 +86,7 @@ def _do_with_stock(family: Family, operation: Operation) -> None:
     model = family.build()
     operation.prepare(model)
     options = operation.options(model, family)
-    ids = random_ids(_NUM_ASKED, seed=3).to(model.device)
+    ids = family.random_ids(_NUM_ASKED, seed=3).to(model.device)
     model.generate(ids, **GREEDY, **options)
     stock = Stock(model, family)
     stock.forward(ids[:, :_NUM_HELD])

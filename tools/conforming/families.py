@@ -59,13 +59,19 @@ _MROPE: Settings = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
 }
 _OLD_NAMES: Settings = {**_TOKENS, "n_layer": 4, "n_head": 4}
+# Some with a head that is their embedding say the last token again for ever, whatever a cache holds.
+_OWN_HEAD: Settings = {"tie_word_embeddings": False}
 
 _NAMED = (
     Family("GPT-2", "GPT2", {**_OLD_NAMES, "n_embd": 64, "n_positions": 1024}, model="LMHeadModel"),
     Family("Llama", "Llama", _BASE, in_new_process=True),
     Family("Qwen3", "Qwen3", {**_BASE, "head_dim": 16}),
     Family("Mistral, sliding", "Mistral", _SLIDING),
-    Family("Gemma 3", "Gemma3", _ALTERNATING, config="TextConfig", in_new_process=True),
+    Family("Gemma 3", "Gemma3", {**_ALTERNATING, **_OWN_HEAD}, config="TextConfig", in_new_process=True),
+    Family(
+        "Gemma 3 270M", "Gemma3", {}, config="TextConfig", weights=local_copy(), words=range(1_000, 200_000),
+        num_more=560, in_new_process=True,
+    ),
     Family("Gemma 4", "Gemma4", {**_SHARING, "global_head_dim": 16}, config="TextConfig"),
     Family("gpt-oss", "GptOss", {**_SLIDING, **_LOCAL_EXPERTS}),
     Family("DeepSeek-V3", "DeepseekV3", _LATENT),
@@ -125,7 +131,7 @@ _IN_WIDE_USE = (
     }),
     Family("GPT-NeoX", "GPTNeoX", _BASE),
     Family("Starcoder2", "Starcoder2", _BASE),
-    Family("BLOOM", "Bloom", {**_OLD_NAMES, "hidden_size": 64}),
+    Family("BLOOM", "Bloom", {**_OLD_NAMES, **_OWN_HEAD, "hidden_size": 64}),
     Family("Qwen3.5", "Qwen3_5", _DELTA, HYBRID, config="TextConfig"),
     # Both experts: with one of two, a router near a tie takes the other when calls are cut elsewhere, with any cache.
     Family("Granite 4, hybrid", "GraniteMoeHybrid", {
@@ -157,7 +163,3 @@ _IN_WIDE_USE = (
 )  # fmt: skip
 
 FAMILIES = (*_NAMED, *_IN_WIDE_USE)
-REAL = Family(
-    "Gemma 3 270M", "Gemma3", {}, config="TextConfig", weights=local_copy(), num_more=640, in_new_process=True
-)
-"""Real weights, through a window of 512: minutes for each cell, so only where it is asked for."""

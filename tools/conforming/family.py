@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .tokenizer import byte_tokenizer
+
 ATTENTION, HYBRID, RECURRENT = "attention", "hybrid", "recurrent"
 VOCABULARY = 264
 
@@ -24,8 +26,9 @@ class Family:
         step: at most so many tokens a forward behind a cache, where the family itself ignores its recurrent
             state in longer ones (0: any number).
         config, model: how its two classes end.
-        weights: a folder of real weights, instead of random ones.
-        num_more: so many tokens more have its longest prompts, so that they run past a real window.
+        weights: a folder of real weights and their tokenizer, instead of random ones and bytes.
+        words: the ids that prompts are made of.
+        num_more: so many tokens more have its longest prompts where the window matters: it is a real one.
         in_new_process: whether a restart is also one of the process.
         vision: settings of a configuration whose text part `settings` are.
     """
@@ -38,6 +41,7 @@ class Family:
     config: str = "Config"
     model: str = "ForCausalLM"
     weights: Path | None = None
+    words: range = range(8, 240)
     num_more: int = 0
     in_new_process: bool = False
     vision: Mapping[str, Any] | None = None
@@ -49,7 +53,7 @@ class Family:
         if not all(hasattr(transformers, self.prefix + end) for end in (self.config, self.model)):
             return f"transformers {transformers.__version__} has no {self.prefix}{self.model}"
         if self.weights is not None and not self.weights.is_dir():
-            return f"no weights in {self.weights}: `tieredkv demo` unpacks them"
+            return "its weights are not here: `tieredkv demo` unpacks them"
         return ""
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
@@ -73,3 +77,15 @@ class Family:
                     parameter.mul_(2.0 if self.kind == RECURRENT else 4.0)  # so the largest is about 2
         model.generation_config.eos_token_id = None
         return model.to(dtype)
+
+    def tokenizer(self) -> Any:
+        if self.weights is None:
+            return byte_tokenizer()
+        import transformers
+
+        return transformers.AutoTokenizer.from_pretrained(self.weights, local_files_only=True)
+
+    def random_ids(self, num_tokens: int, seed: int) -> torch.Tensor:
+        """`[1, num_tokens]`, none of them special."""
+        shuffle = torch.Generator().manual_seed(seed)
+        return torch.randint(self.words.start, self.words.stop, (1, num_tokens), generator=shuffle)

@@ -9,7 +9,7 @@ from bench.figures import Figure, none_of, shown
 from rich.console import Console
 from rich.table import Table
 
-from .families import FAMILIES, REAL
+from .families import FAMILIES
 from .family import ATTENTION
 from .section import MARKS
 from .verdict import ABSENT, CHECKPOINT, EXACT, REFUSED, WRONG, Cell
@@ -20,7 +20,7 @@ _STYLES = {EXACT: "green", CHECKPOINT: "cyan", REFUSED: "yellow", WRONG: "bold r
 
 def figures(cells: Sequence[Cell]) -> list[Figure]:
     """What the table must reach, and how many cells there are of each verdict."""
-    kinds = {family.name: family.kind for family in (*FAMILIES, REAL)}
+    kinds = {family.name: family.kind for family in FAMILIES}
     wrong = [cell for cell in cells if cell.verdict == WRONG]
     refused = [
         cell for cell in cells

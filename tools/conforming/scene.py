@@ -18,7 +18,6 @@ from tieredkv.hf import ChatModel
 from .family import Family
 from .forwards import Forward, Recorder, cache_of
 from .states import States, states_of
-from .tokenizer import byte_tokenizer
 
 BLOCK_SIZE = 16
 NUM_PROMPT, NUM_SAID, NUM_NEW = 53, 20, 8
@@ -72,14 +71,19 @@ class Row:
 
 
 class Scene:
-    """Made anew for each cell; use it with `with`, which closes what it opened."""
+    """Made anew for each cell; use it with `with`, which closes what it opened.
 
-    def __init__(self, family: Family, folder: Path, model: Any) -> None:
+    Args:
+        num_more: so many tokens more have first prompts and third ones.
+    """
+
+    def __init__(self, family: Family, folder: Path, model: Any, num_more: int = 0) -> None:
         self.family = family
         self.folder = folder
         self.model = model
+        self.num_more = num_more
         self.recorder = Recorder(model)
-        self._tokenizer = byte_tokenizer()
+        self._tokenizer = family.tokenizer()
         self._opened: list[Any] = []
 
     def __enter__(self) -> Scene:
@@ -94,7 +98,7 @@ class Scene:
     def open(self, name: str = "store", **budgets: Any) -> ChatModel:
         """The model over the store of that name, in a cache object of its own; any earlier one is closed."""
         self.close()
-        chosen = {**(_LARGE_BUDGETS if self.family.num_more else _BUDGETS), **budgets}
+        chosen = {**(_LARGE_BUDGETS if self.family.weights else _BUDGETS), **budgets}
         self._opened.append(tieredkv.open(self.folder / name, tieredkv.Config(**chosen)))
         return ChatModel(self._opened[-1], self.model, self._tokenizer)
 
@@ -117,6 +121,27 @@ class Scene:
         forwards, attached = self.recorder.take(), states_of(cache_of(given))
         out = self.model.generate(**given, max_new_tokens=num_new, do_sample=False, **options)
         session.commit(out)
+        return self._turn(session, ids, forwards, attached)
+
+    def ask(self, session: Any, messages: Sequence[Mapping[str, str]]) -> Turn:
+        """The same through the session's own `generate`, over all messages of a chat."""
+        self.recorder.take()
+        handed: list[tuple[torch.Tensor, list[Forward], States]] = []
+        generate = self.model.generate
+
+        def generate_seen(**given: Any) -> Any:
+            handed.append((given["input_ids"], self.recorder.take(), states_of(cache_of(given))))
+            return generate(**given)
+
+        self.model.generate = generate_seen
+        try:
+            session.generate(messages, **GREEDY)
+        finally:
+            del self.model.generate  # that of its class is seen again
+        return self._turn(session, *handed[0])
+
+    def _turn(self, session: Any, ids: torch.Tensor, forwards: list[Forward], attached: States) -> Turn:
+        """What a session holds after a prompt `[1, n]` that `forwards` came before."""
         tokens = torch.from_numpy(session.tokens.astype("int64"))[None]
         if not torch.equal(tokens[:, : ids.shape[1]], ids.cpu()):
             raise AssertionError("the session does not hold the prompt that was attached")
@@ -154,28 +179,34 @@ class Scene:
     def converse(self, session: Any, num_turns: int = 3, seed: int = 1, **options: Any) -> list[Turn]:
         """A conversation of random ids, each prompt going on from all that was said; the third is long again."""
         turns: list[Turn] = []
-        ids = random_ids(NUM_PROMPT + self.family.num_more, seed)
+        ids = self.family.random_ids(NUM_PROMPT + self.num_more, seed)
         for number in range(num_turns):
             turns.append(self.say(session, ids, **options))
-            num_said = NUM_SAID + (self.family.num_more if number == 1 else 0)
-            ids = following(turns[-1].tokens, num_said, seed * 100 + number)
+            num_said = NUM_SAID + (self.num_more if number == 1 else 0)
+            ids = self.following(turns[-1].tokens, num_said, seed * 100 + number)
         return turns
+
+    def converse_in_messages(self, session: Any) -> list[Turn]:
+        """Three questions of random letters with their answers, through the session's own `generate`."""
+        turns: list[Turn] = []
+        for number, num_said in enumerate([NUM_PROMPT, NUM_SAID, NUM_SAID]):
+            question = {"role": "user", "content": self.text(num_said, seed=500 + number)}
+            turns.append(self.ask(session, [*session.messages, question]))
+        return turns
+
+    def text(self, num_letters: int, seed: int) -> str:
+        letters = torch.randint(97, 123, (num_letters,), generator=torch.Generator().manual_seed(seed))
+        return bytes(letters.tolist()).decode()
+
+    def following(self, tokens: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
+        """`tokens`, and so many more."""
+        return torch.cat([tokens, self.family.random_ids(num_tokens, seed)], dim=1)
 
 
 def quiet() -> None:
     """Only what a cell finds is to be seen."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("tieredkv").setLevel(logging.CRITICAL)
-
-
-def random_ids(num_tokens: int, seed: int) -> torch.Tensor:
-    """`[1, num_tokens]`, none of them special."""
-    return torch.randint(8, 240, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def following(tokens: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
-    """`tokens`, and so many more."""
-    return torch.cat([tokens, random_ids(num_tokens, seed)], dim=1)
 
 
 def all_forwards(turns: list[Turn]) -> list[Forward]:

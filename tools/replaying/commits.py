@@ -134,10 +134,9 @@ def each_for_itself(fs: OsFs, path: Path, seconds: float, *, shared: bool) -> fl
 
 
 def _records(writer: int) -> np.ndarray[Any, np.dtype[Any]]:
-    """Puts of one writer's blocks, `[_NUM_PREPARED]`."""
+    """Puts of one writer's blocks, `[_NUM_PREPARED]`; the digests are spread as those of real chains are."""
     records, numbers = np.zeros(_NUM_PREPARED, PUT_DTYPE), np.arange(_NUM_PREPARED)
-    names = b"".join(b"%8d %23d" % (writer, number) for number in numbers)
-    records["digest"] = np.frombuffer(names, np.uint8).reshape(_NUM_PREPARED, -1)
+    records["digest"] = np.random.default_rng(writer).integers(0, 256, records["digest"].shape, np.uint8)
     records["slot"] = records["put_seq"] = writer * _NUM_PREPARED + numbers
     return records
 

@@ -27,12 +27,14 @@ class Operation:
         options: what `generate` is given for it, for a model of a family: so transformers can be asked
             whether it supports the operation with a cache of its own.
         prepare: what is done to the model first.
+        past_window: whether prompts are to run past the window of real weights too.
     """
 
     name: str
     run: Run
     options: Options = lambda model, family: {}
     prepare: Callable[[Any], None] = lambda model: None
+    past_window: bool = False
 
 
 def _given(options: Mapping[str, Any]) -> Options:
@@ -41,7 +43,7 @@ def _given(options: Mapping[str, Any]) -> Options:
 
 def _attention(name: str) -> Operation:
     def prepare(model: Any) -> None:
-        model.set_attn_implementation(name)
+        running.use_attention(model, name)
 
     return Operation(name, running.with_attention(name), prepare=prepare)
 
@@ -52,13 +54,13 @@ def _dtype(name: str, dtype: torch.dtype) -> Operation:
 
 OPERATIONS = (
     Operation("resume in process", resuming.in_process),
-    Operation("resume after restart", resuming.after_restart),
+    Operation("resume after restart", resuming.after_restart, past_window=True),
     Operation("resume from host", resuming.from_host),
     Operation("resume from disk", resuming.from_disk),
     Operation("fork", resuming.fork),
     Operation("rollback at a block boundary", returning.rollback_to_boundary),
     Operation("rollback inside a block", returning.rollback_inside_block),
-    Operation("rollback past the window", returning.rollback_past_window),
+    Operation("rollback past the window", returning.rollback_past_window, past_window=True),
     Operation("rollback to zero", returning.rollback_to_zero),
     Operation("edited message", returning.edited_message),
     Operation("exact-prompt regenerate", returning.same_prompt_again),

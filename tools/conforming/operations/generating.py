@@ -10,7 +10,7 @@ import torch
 
 from ..compare import Wanted, judge, judge_later, judge_rows
 from ..family import Family
-from ..scene import NUM_NEW, NUM_SAID, Scene, Turn, following
+from ..scene import NUM_NEW, NUM_SAID, Scene, Turn
 from ..verdict import REFUSED, DidNotHappen, Finding, worst
 
 _NAME, _OTHER = "talk", "other"
@@ -87,14 +87,14 @@ def _after_two(
     chat = scene.open()
     with chat.session(_NAME) as session:
         turns = scene.converse(session, 2)
-    ids = repeating(turns[-1].tokens)
+    ids = repeating(scene, turns[-1].tokens)
     for seed in range(90, 98):
         with chat.session(_NAME) as session:
             turn = scene.say(session, ids, num_new, **options)
         if happened(turn):
             break
         turns.append(turn)
-        ids = repeating(following(turn.tokens, NUM_SAID, seed))
+        ids = repeating(scene, scene.following(turn.tokens, NUM_SAID, seed))
     return turns, turn
 
 
@@ -104,9 +104,9 @@ def _rows(scene: Scene, options: Mapping[str, Any]) -> Finding:
     with chat.session(_NAME) as session:
         turns = scene.converse(session, 2)
     with chat.session(_NAME) as session:
-        asked = [(session, following(turns[-1].tokens, NUM_SAID, 90))]
+        asked = [(session, scene.following(turns[-1].tokens, NUM_SAID, 90))]
         rows, forwards = scene.say_in_rows(chat, asked, **options)
-        after = scene.say(session, following(rows[0].sequences[:1], NUM_SAID, 91))
+        after = scene.say(session, scene.following(rows[0].sequences[:1], NUM_SAID, 91))
     found = judge_rows(scene, [turns], rows, forwards, options)
     return worst([found, judge_later(scene, turns, after)])
 
@@ -118,10 +118,10 @@ def two_prefixes(scene: Scene) -> Finding:
         histories = [scene.converse(one, 2), scene.converse(other, 3, seed=2)]
     with chat.session(_NAME) as one, chat.session(_OTHER) as other:
         sessions = [one, other]
-        prompts = [following(turns[-1].tokens, NUM_SAID, 94 + n) for n, turns in enumerate(histories)]
+        prompts = [scene.following(turns[-1].tokens, NUM_SAID, 94 + n) for n, turns in enumerate(histories)]
         rows, forwards = scene.say_in_rows(chat, list(zip(sessions, prompts, strict=True)))
         later = [
-            scene.say(session, following(row.sequences[:1], NUM_SAID, 96))
+            scene.say(session, scene.following(row.sequences[:1], NUM_SAID, 96))
             for session, row in zip(sessions, rows, strict=True)
         ]
     found = [judge_rows(scene, histories, rows, forwards, {})]
@@ -129,6 +129,6 @@ def two_prefixes(scene: Scene) -> Finding:
     return worst(found)
 
 
-def repeating(tokens: torch.Tensor) -> torch.Tensor:
+def repeating(scene: Scene, tokens: torch.Tensor) -> torch.Tensor:
     """A prompt that repeats some of what was said, for a lookup of drafts."""
-    return torch.cat([following(tokens, NUM_SAID - 6, 92), tokens[:, -6:]], dim=1)
+    return torch.cat([scene.following(tokens, NUM_SAID - 6, 92), tokens[:, -6:]], dim=1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..families import FAMILIES, REAL
+from ..families import FAMILIES
 from ..forwards import Forward
 from ..scene import Scene, Turn, quiet
 
@@ -36,7 +36,7 @@ def main() -> None:
     quiet()
     torch.set_num_threads(1)
     name, folder, store, session_name, given, answer = sys.argv[1:]
-    family = next(family for family in (*FAMILIES, REAL) if family.name == name)
+    family = next(family for family in FAMILIES if family.name == name)
     ids = torch.from_numpy(np.load(given, allow_pickle=False))
     with (
         Scene(family, Path(folder), family.build()) as scene,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compare import Wanted, judge
-from ..scene import BLOCK_SIZE, NUM_NEW, NUM_PROMPT, NUM_SAID, Scene, Turn, following
+from ..scene import BLOCK_SIZE, NUM_NEW, NUM_PROMPT, NUM_SAID, Scene, Turn
 from ..verdict import DidNotHappen, Finding, worst
 from .new_process import say_elsewhere
 
@@ -30,7 +30,7 @@ def after_restart(scene: Scene) -> Finding:
     turns = _restarted(scene)
     found = [_judged(scene, turns[:-1], turns[-1])]
     if scene.family.in_new_process:
-        ids = following(turns[-1].tokens, NUM_SAID, 73)
+        ids = scene.following(turns[-1].tokens, NUM_SAID, 73)
         elsewhere = say_elsewhere(scene, _STORE, _NAME, ids)
         check_tier(elsewhere, "disk")
         found.append(_judged(scene, turns, elsewhere))
@@ -95,13 +95,13 @@ def _after_eviction(scene: Scene, tier: str, host_nbytes: int | str) -> Finding:
 def _device_nbytes(scene: Scene) -> int:
     """A device tier that holds about two conversations of this family."""
     part_nbytes = scene.open("measure").layout.part_nbytes
-    num_tokens = NUM_PROMPT + NUM_SAID + 2 * NUM_NEW + scene.family.num_more
+    num_tokens = NUM_PROMPT + NUM_SAID + 2 * NUM_NEW + scene.num_more
     num_blocks = 2 * num_tokens // BLOCK_SIZE + 1
     return num_blocks * sum(part_nbytes)
 
 
 def _go_on(scene: Scene, session: object, turns: list[Turn], seed: int = 70) -> Turn:
-    return scene.say(session, following(turns[-1].tokens, NUM_SAID, seed))
+    return scene.say(session, scene.following(turns[-1].tokens, NUM_SAID, seed))
 
 
 def _judged(scene: Scene, turns: list[Turn], turn: Turn) -> Finding:

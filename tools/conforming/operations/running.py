@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,13 +23,27 @@ def with_attention(name: str) -> Callable[[Scene], Finding]:
     """A restart under one attention implementation."""
 
     def run(scene: Scene) -> Finding:
-        scene.model.set_attn_implementation(name)
-        used = scene.model.config.get_text_config(decoder=True)._attn_implementation
-        if used != name:
+        use_attention(scene.model, name)
+        if (used := _attention(scene.model)) != name:
             raise DidNotHappen(f"the model runs {used}, not {name}")
         return after_restart_here(scene)
 
     return run
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Raises ValueError: transformers' own, where the model does not support it.
+
+    Some models cannot be switched, of which transformers only warns; so one is built with it from the start.
+    """
+    model.set_attn_implementation(name)
+    if _attention(model) != name:
+        type(model)._from_config(model.config, attn_implementation=name)
+
+
+def _attention(model: Any) -> str:
+    used: str = model.config.get_text_config(decoder=True)._attn_implementation
+    return used
 
 
 def with_dtype(dtype: torch.dtype) -> Callable[[Scene], Finding]:
