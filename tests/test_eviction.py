@@ -75,6 +75,31 @@ def test_a_hit_touches_every_tier(tmp_path: Path) -> None:
         assert space.lookup(prompt(1)).num_tokens == 0
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_disk_smaller_than_memory_keeps_what_is_used_most(tmp_path: Path, policy: str) -> None:
+    """At close, spills of what nobody used for longest do not push out what was hit last."""
+    sizes = {"device_nbytes": "16MiB", "host_nbytes": 0, "disk_nbytes": "10MiB", "log_keep_nbytes": 0}
+    sizes |= {"spill": "evict", "policy": policy}
+    with opened(tmp_path, **sizes) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        for seed in range(150):
+            store(space, prompt(seed))
+            load_checked(space, prompt(0))
+        assert kv.stats().tiers[0].num_evictions == 0
+        flushed = kv.flush()
+        assert not flushed.ok and "have no disk copy" in flushed.failures[0]
+        assert kv.stats().tiers[-1].num_evictions == 0, (
+            "what fits was spilled, and nothing for another's sake"
+        )
+    with opened(tmp_path, **sizes) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        assert load_checked(space, prompt(0)) == (320, Reason.COMPLETE)
+        assert load_checked(space, prompt(149)) == (320, Reason.COMPLETE)
+        assert load_checked(space, prompt(1))[0] == 0
+        disk = kv.stats().tiers[-1]
+        assert disk.live_nbytes > 0.9 * disk.budget_nbytes, "the disk is used as far as it goes"
+
+
 def test_room_for_one_part_size_does_not_cost_what_is_hit_its_other_parts(tmp_path: Path) -> None:
     """Chains of two part sizes go by: as long as slots come free by policy, no chunk is emptied for them."""
     layout = BlockLayout(

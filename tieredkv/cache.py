@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .block.identity import Identity, differences
@@ -78,8 +79,13 @@ def _holds(arena: Arena, strides: Counter[int]) -> bool:
     per_chunk = {stride: arena.slots_per_chunk(stride) for stride in strides}
     if not all(per_chunk.values()):
         return False
-    spans = (-(-n // per_chunk[stride]) * arena.chunk_span(stride) for stride, n in strides.items())
-    return sum(spans) <= arena.budget_nbytes
+    spans = (_nbytes_in_chunks(arena, stride, np.array([n])) for stride, n in strides.items())
+    return int(sum(spans, np.zeros(1, np.int64))[0]) <= arena.budget_nbytes
+
+
+def _nbytes_in_chunks(arena: Arena, stride: int, num_parts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What so many parts of one size take, in whole chunks."""
+    return -(-num_parts // arena.slots_per_chunk(stride)) * arena.chunk_span(stride)
 
 
 class WorkingBuffer(Protocol):
@@ -98,6 +104,7 @@ class TieredCache:
     ) -> None:
         self.path = path
         self.config = config
+        self.fs = fs
         self._sizes: Sizes = resolve(config, path)
         self._clock = clock
         self._opened_at = time.monotonic()
@@ -425,23 +432,40 @@ class TieredCache:
         """Spill what has no disk copy; how many parts that were, and what went wrong."""
         failures = []
         with self._lock:
-            rows, groups = self._unspilled()
-            if len(rows):
-                spiller.enqueue(rows, groups, all_of_them=True)
+            parts = self._unspilled()
+            parts = parts[np.isin(parts.rows, self._hottest(self._residents[Tier.DISK]))]
+            if parts:
+                spiller.enqueue(parts.rows, parts.groups, all_of_them=True)
         if not spiller.drain(until):
             failures.append(f"spill: {spiller.trouble or 'not done before the deadline'}")
         with self._lock:
-            left = len(self._unspilled()[0])
+            left = len(self._unspilled())
         if left:
             failures.append(f"{left} parts have no disk copy: {spiller.trouble or 'no space'}")
-        return len(rows), failures
+        return len(parts), failures
 
-    def _unspilled(self) -> tuple[Rows, Any]:
+    def _unspilled(self) -> Parts:
         """Parts in memory without a disk copy (lock held)."""
         rows = self._table.live_rows()
         in_memory = (self._table.slot[: Tier.DISK, :, rows] >= 0).any(axis=0)
         groups, at = np.nonzero(in_memory & ~self._table.on_disk(rows))
-        return rows[at], groups.astype(np.int64)
+        return Parts(rows[at], groups.astype(np.int64))
+
+    def _hottest(self, disk: Residency) -> Rows:
+        """Blocks in memory, last used first, as far as the disk takes them all at once (lock held).
+
+        Were more spilled, then what nobody used for longest would push out what everybody uses.
+        """
+        pieces = [self._residents[tier].oldest_first()[::-1] for tier in self._memories]
+        rows, first = np.unique(np.concatenate(pieces), return_index=True)
+        rows = rows[np.argsort(first)]
+        groups, at = np.nonzero((self._table.slot[: Tier.DISK, :, rows] >= 0).any(axis=0))
+        strides = disk.strides_of(Parts(rows[at], groups.astype(np.int64)))
+        nbytes = np.zeros(len(rows), dtype=np.int64)
+        for stride in np.unique(strides).tolist():
+            num_parts = np.cumsum(np.bincount(at[strides == stride], minlength=len(rows)))
+            nbytes += _nbytes_in_chunks(disk.arena, stride, num_parts)
+        return rows[nbytes <= disk.arena.budget_nbytes]
 
     def checkpoint(self, timeout_s: float = _CLOSE_S) -> bool:
         """Write a checkpoint now, so that the next open replays nothing; False without a disk tier."""

@@ -167,6 +167,11 @@ class Residency:
             gone[chosen[-1]] = True
         return np.concatenate(chosen)
 
+    def oldest_first(self) -> Rows:
+        """Every block here in the order in which the policy would let them go, if none were held."""
+        nobody = np.zeros(0, dtype=np.int32)
+        return self.policy.victims(self.policy.nbytes, lambda rows: np.zeros(len(rows), np.bool_), nobody)
+
     def check(self) -> None:
         """Arena, policy and table tell the same story."""
         self.arena.check()
