@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import outcome_of
 from core_helpers import (
     IDENTITY,
     LAYOUTS,
@@ -322,29 +323,6 @@ def test_closing_under_load_is_bounded_and_clean(tmp_path: Path) -> None:
 # ---- forks ---------------------------------------------------------------------------------------
 
 
-def in_child(act: Callable[[], None], timeout_s: float = 10.0) -> int:
-    """Run `act` in a forked child; its exit status, 0 if it did not raise."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            act()
-            status = 0
-        except BaseException as failure:
-            sys.__stderr__.write(f"child: {failure!r}\n")
-        finally:
-            os._exit(status)
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hangs")
-
-
 def test_a_forked_child_is_told_and_harms_nothing(tmp_path: Path) -> None:
     """P15, B60."""
     with opened(tmp_path) as kv:
@@ -369,7 +347,7 @@ def test_a_forked_child_is_told_and_harms_nothing(tmp_path: Path) -> None:
             assert time.monotonic() - began < 1
 
         with kv._lock:  # as another thread may hold it at the moment of the fork
-            assert in_child(child) == 0
+            assert outcome_of(child, 10.0) == 0
         hold = threading.Event()
         held = threading.Event()
 
@@ -382,7 +360,7 @@ def test_a_forked_child_is_told_and_harms_nothing(tmp_path: Path) -> None:
         thread.start()
         held.wait(5)
         try:
-            assert in_child(child) == 0
+            assert outcome_of(child, 10.0) == 0
         finally:
             hold.set()
             thread.join()

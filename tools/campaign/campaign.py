@@ -152,7 +152,7 @@ def _hostile(plan: Plan, seed: int, totals: Totals, report: Report) -> None:
 def _environment(plan: Plan, seed: int, totals: Totals, report: Report) -> None:
     if not plan.environment:
         return
-    totals.skipped["quota"] = "a loop mount with project quota needs tools that may not be there"
+    totals.skipped["quota"] = "few kernels mount ext4 with quota; its error, EDQUOT, strikes among the faults"
     why = power.unavailable()
     if why:
         totals.skipped["full and read-only disks"] = why

@@ -1,4 +1,4 @@
-"""Real processes for the tests of this folder: forked, watched, killed."""
+"""Real processes for tests: forked, watched, killed."""
 
 from __future__ import annotations
 
