@@ -61,11 +61,17 @@ def main(
 
 def _campaign(console: Console, plan: Plan, seed: int, only: str, full: bool) -> tuple[dict[str, Any], bool]:
     began = time.monotonic()
+
+    def part_is_over(part: str, totals: Totals) -> None:
+        """Hours may pass before the end: what is known is said."""
+        found = ", ".join(f"{count} {what}" for what, count in totals.found_by.items()) or "nothing found"
+        console.print(f"{part} over after {time.monotonic() - began:.0f} s: {found} so far", style="dim")
+
     with _bars(console) as report:
         if only:
             totals = campaign.only(only, plan, seed, report)
         else:
-            totals = campaign.run(plan, seed, report)
+            totals = campaign.run(plan, seed, report, part_is_over=part_is_over)
     figures = _figures(totals, plan, full, only)
     for line in totals.findings.lines()[:40]:
         console.print(line[:2000], style="red", markup=False, highlight=False)

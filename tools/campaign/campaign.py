@@ -88,11 +88,18 @@ Report = Callable[[str, int, int], None]
 """Told the part, how much of it is done, and how much it is."""
 
 
-def run(plan: Plan, seed: int, report: Report, stop_early: bool = False) -> Totals:
+def run(
+    plan: Plan,
+    seed: int,
+    report: Report,
+    stop_early: bool = False,
+    part_is_over: Callable[[str, Totals], None] = lambda _part, _totals: None,
+) -> Totals:
     """Run every part of `plan`; with `stop_early` only up to the first that finds something."""
     totals = Totals()
-    for part in PARTS.values():
+    for name, part in PARTS.items():
         part(plan, seed, totals, report)
+        part_is_over(name, totals)
         if stop_early and totals.findings:
             break
     return totals
