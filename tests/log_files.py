@@ -19,7 +19,7 @@ NOTHING = CheckpointRef()
 
 def puts(first: int, count: int) -> Run:
     """`count` puts whose every byte follows from their LSN."""
-    rows = r.empty_run(r.PUT, count)
+    rows = np.zeros(count, r.PUT_DTYPE)
     lsns = np.arange(first, first + count)
     rows["digest"] = (lsns[:, None] * 7 + np.arange(32)) % 251
     rows["put_seq"] = lsns

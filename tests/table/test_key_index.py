@@ -50,8 +50,6 @@ class Model:
         digests = digests_of(numbers, self.spread)
         expected = [self.rows.get(n, -1) for n in numbers]
         assert self.index.find(key_words(digests), self.keys).tolist() == expected
-        for digest, row in list(zip(digests, expected, strict=True))[:20]:
-            assert self.index.find_one(digest[:16].tobytes(), self.column) == row
         assert len(self.index) == len(self.rows)
 
 

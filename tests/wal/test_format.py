@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 
+import numpy as np
 import pytest
 import xxhash
 
@@ -111,7 +112,7 @@ def test_names() -> None:
         assert parse_segment_name(name) is None
 
 
-RUNS = (Run(r.SESSION, (b"hello", b"")), Run(r.PUT, r.empty_run(r.PUT, 2)))
+RUNS = (Run(r.SESSION, (b"hello", b"")), Run(r.PUT, np.zeros(2, r.PUT_DTYPE)))
 
 
 def test_a_frame_comes_back_and_every_flipped_bit_of_it_is_seen() -> None:

@@ -143,10 +143,6 @@ class BlockTable:
         held: npt.NDArray[np.bool_] = self.slot[Tier.DISK].take(rows, axis=1) >= 0
         return held & ~self.leaving.take(rows, axis=1)
 
-    def row_of(self, key: bytes) -> int:
-        """The row that holds `key` (16 bytes), -1 if none does."""
-        return self._index.find_one(key, self.digest)
-
     def keys_of(self, rows: Rows) -> Sequence[bytes]:
         return keys_of(self.digest[rows])
 

@@ -50,12 +50,6 @@ def is_temporary_name(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def list_checkpoints(fs: Fs, store_dir: str) -> list[int]:
-    """LSNs of the checkpoint files there, in order; whether they are whole is not looked at."""
-    lsns = (parse_checkpoint_name(name) for name in fs.list_names(store_dir))
-    return sorted(lsn for lsn in lsns if lsn is not None)
-
-
 def is_lmdb(fs: Fs, path: str) -> bool:
     """Whether the file begins as LMDB files do; no more is looked at."""
     raw = bytearray(len(_LMDB_MAGIC))

@@ -73,22 +73,6 @@ class KeyIndex:
             todo, first, second, at = todo[more], first[more], second[more], (at[more] + 1) & mask
         return found
 
-    def find_one(self, key: bytes, digests: Digests) -> int:
-        """The row whose digest begins with `key`, -1 if there is none; `digests` is the table's column."""
-        masks = [int(m) for m in KEY_MASKS]
-        words = [int.from_bytes(key[:8], "little") & masks[0], int.from_bytes(key[8:], "little") & masks[1]]
-        mask = len(self._slots) - 1
-        at = words[0] & mask
-        while (row := int(self._slots[at])) != _FREE:
-            if row >= 0:
-                held = digests[row, :KEY_NBYTES].tobytes()
-                if int.from_bytes(held[:8], "little") & masks[0] == words[0] and (
-                    int.from_bytes(held[8:], "little") & masks[1] == words[1]
-                ):
-                    return row
-            at = (at + 1) & mask
-        return -1
-
     def insert(self, rows: Rows, columns: Columns) -> None:
         """Add `rows`, whose keys are distinct and not yet in the index."""
         if 2 * (self._num_used + len(rows)) > len(self._slots):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..errors import CorruptFormat, DamagedStore, NotAStore, PathUnusable
 from ..outcomes import RecoveryReport
+from ..speeds import SPEEDS
 from ..system import Clock, Fs, Lock, SystemClock
 from ..tier import slab_format
 from ..tier.lmdb_store import PAYLOAD_NAME
@@ -30,7 +31,7 @@ from .checkpoint import (
 )
 
 LOCK, WAL, SLABS, TRACE = "LOCK", "wal", "slabs", "trace"
-_OURS = {LOCK, f"{LOCK}.tmp", WAL, SLABS, TRACE}
+_OURS = {LOCK, f"{LOCK}.tmp", WAL, SLABS, TRACE, SPEEDS, f"{SPEEDS}.tmp"}
 _ANYWHERE = {"lost+found"}  # at the root of a file system made for the store
 
 

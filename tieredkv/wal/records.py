@@ -94,11 +94,6 @@ class PackedRun(NamedTuple):
     packed: memoryview
 
 
-def empty_run(kind: int, num_records: int) -> np.ndarray[Any, np.dtype[Any]]:
-    """Zeroed records of a column kind, to be filled in."""
-    return np.zeros(num_records, DTYPES[kind])
-
-
 def runs_nbytes(runs: Sequence[Run]) -> int:
     """Bytes of a frame's body that holds `runs`."""
     return sum(_RUN.size + _aligned(_packed_nbytes(run)) for run in runs)
