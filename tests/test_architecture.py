@@ -19,6 +19,7 @@ ROWS = r"""
     errors units config outcomes machine
     system: clock descriptor lock fs overlay
     block: layout anchors hashing identity
+    speeds
     policy: base lru arc registry
     tier: base arena stream tensor workers slab_format slab_file slab lmdb_store
     wal: records format reader writer

@@ -68,6 +68,7 @@ class Namespace:
         self.digest = row.digest
         self._core = core
         self.pace = core.pace
+        self.counters = core.counters
         self._pid = os.getpid()
         self._purged = False
 

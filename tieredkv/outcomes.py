@@ -34,6 +34,7 @@ class Reason(str, Enum):
     TOO_SHORT = "shorter than one block and one token"
     NO_SPACE = "no space"
     KEY_TAKEN = "key held by another digest"
+    RECOMPUTED = "sooner computed than loaded"
 
     def __str__(self) -> str:
         return self.value

@@ -22,10 +22,12 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "hf")]
 
 import tiny_models  # noqa: E402
 from bench.progress import Progress  # noqa: E402
-from chatting import conversations, decoding, long_session, ratios, restart, restoring, rows  # noqa: E402
+from chatting import breaking_even, conversations, decoding, long_session, ratios, restart, restoring, rows  # noqa: E402
 from chatting.setting import Setting, load, opened, prompt  # noqa: E402
 from rich.console import Console  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
+
+from tieredkv import speeds  # noqa: E402
 
 BUDGETS = {"device_nbytes": "16MiB", "disk_nbytes": "256MiB"}
 
@@ -36,6 +38,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _always_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as small as this computes as fast as a disk reads: which is chosen would depend on the machine."""
+    monkeypatch.setattr(speeds, "_LEAST_GAIN_S", 3600.0)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +205,26 @@ def test_the_saved_cache_of_random_states_has_the_bytes_of_a_real_one(model: Pat
     for one, other in zip(made.layers, real.layers, strict=True):
         assert one.keys.shape == other.keys.shape
         assert one.values.dtype == other.values.dtype
+
+
+def test_a_hit_is_all_that_was_stored_loaded_or_chosen_to_be_computed(
+    setting: Setting, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = list(breaking_even.LENGTHS[:3])
+    taken = breaking_even.take_turns(silent, str(model), str(tmp_path / "even"), lengths, 1)["rounds"]
+    assert [taken[str(n)]["hit"] for n in lengths] == [[True]] * 3
+    assert [taken[str(n)]["computed"] for n in lengths] == [[False]] * 3
+    rounds = {
+        str(n): {"cold_s": [1.0] * 3, "hit_s": [0.5, 0.9, 0.7], "hit": [True] * 3, "computed": [n < 100] * 3}
+        for n in breaking_even.LENGTHS
+    }
+    monkeypatch.setattr(breaking_even.child, "run", lambda *_job, **_arguments: {"rounds": rounds})
+    ratio, shortest = breaking_even.figures(setting)
+    assert (ratio.value, ratio.met, shortest.value) == (0.7, True, 33)
+    assert "computed again 6 of 21 times" in ratio.detail
+    rounds["64"]["hit"][1] = False
+    (ratio,) = breaking_even.figures(setting)
+    assert ratio.value is None and ratio.met is None and "[64]" in ratio.detail
 
 
 def test_speed_leaves_out_the_prompt_and_its_first_token() -> None:

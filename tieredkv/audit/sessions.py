@@ -10,10 +10,11 @@ import numpy as np
 
 from ..block.anchors import longest_restorable, num_full_blocks, restorable
 from ..block.hashing import chain
-from ..errors import BadInput
+from ..errors import BadInput, CorruptFormat
 from ..outcomes import Reason, Tier
+from ..speeds import is_worth, nbytes_by_tier, read_speeds
 from ..system import Fs
-from ..table.catalog import Catalog, SessionRow
+from ..table.catalog import Catalog, NamespaceRow, SessionRow
 from ..table.key_index import Rows
 from ..tier.slab_format import SLOT_HEADER_NBYTES
 from .report import Reading, read
@@ -42,6 +43,22 @@ class SessionInfo:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What resuming should take on one device, as learned from earlier prompts; None where it is not known.
+
+    Attributes:
+        restore_s: seconds that loading what is found takes.
+        compute_s: seconds that computing the same tokens takes.
+        is_loaded: what would be done: loading, unless computing is known to be clearly sooner.
+    """
+
+    device: str
+    restore_s: float | None
+    compute_s: float | None
+    is_loaded: bool
+
+
+@dataclass(frozen=True)
 class ResumeInfo:
     """What a resume of a session would find after a restart.
 
@@ -49,6 +66,7 @@ class ResumeInfo:
         by_tier: tokens by the tier they would be read from: after a restart all are on disk.
         anchors: the boundaries that the session keeps, and whether a restore could start there.
         reason, detail: why not more than `num_restorable`.
+        expected: what it should take, by the devices that the store knows of.
     """
 
     name: str
@@ -59,6 +77,7 @@ class ResumeInfo:
     anchors: dict[int, bool]
     reason: str
     detail: str
+    expected: tuple[Expected, ...] = ()
 
 
 def list_sessions(path: str | os.PathLike[str], fs: Fs | None = None) -> tuple[SessionInfo, ...]:
@@ -99,7 +118,27 @@ def explain_session(path: str | os.PathLike[str], name: str, fs: Fs | None = Non
     elif not len(blocks):
         reason, detail = Reason.TOO_SHORT, f"a block is {size} tokens"
     by_tier = {"disk": end * size} if end else {}
-    return ResumeInfo(name, len(row.tokens), end * size, full * size, by_tier, anchors, str(reason), detail)
+    expected = _expected(reading, namespace, by_tier) if end else ()
+    return ResumeInfo(
+        name, len(row.tokens), end * size, full * size, by_tier, anchors, str(reason), detail, expected
+    )
+
+
+def _expected(reading: Reading, namespace: NamespaceRow, by_tier: dict[str, int]) -> tuple[Expected, ...]:
+    try:
+        known = read_speeds(reading.fs, reading.path)
+    except (OSError, CorruptFormat):
+        return ()
+    found, num_tokens = [], sum(by_tier.values())
+    for key, speeds in known.items():
+        if key.namespace == namespace.digest.hex():
+            restore_s = speeds.restore_s(nbytes_by_tier(namespace.layout, by_tier))
+            compute_s = speeds.compute_s(0, num_tokens, num_tokens + 1)
+            sooner = (
+                restore_s is not None and compute_s is not None and is_worth(restore_s - compute_s, restore_s)
+            )
+            found.append(Expected(key.device, restore_s, compute_s, not sooner))
+    return tuple(found)
 
 
 def _block_rows(reading: Reading, row: SessionRow) -> Rows:

@@ -54,4 +54,12 @@ def print_resume(console: Console, found: ResumeInfo) -> None:
         f"{at:,}" + ("" if good else " (not restorable)") for at, good in found.anchors.items()
     )
     facts.add_row("anchors", anchors or "none")
+    for expected in found.expected:
+        loading, computing = map(_duration, (expected.restore_s, expected.compute_s))
+        chosen = "loaded" if expected.is_loaded else "computed again"
+        facts.add_row(expected.device, f"loading takes {loading}, computing {computing}: would be {chosen}")
     console.print(facts, highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float | None) -> str:
+    return "not known" if seconds is None else f"about {seconds:.3f} s"

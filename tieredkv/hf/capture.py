@@ -24,6 +24,7 @@ from ..errors import BadInput, TieredKVError
 from ..namespace import Namespace
 from ..outcomes import Stored
 from ..span import Span
+from .forwards import Forwards
 from .identity import ModelFacts
 from .layers import (
     FullLayer,
@@ -76,6 +77,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
 
     Attributes:
         new_ids_only: the next call is given only the ids behind the cache, with a mask over all.
+        forwards: how long they took, as long as it is certain what they computed.
     """
 
     def __init__(self, model: torch.nn.Module, facts: ModelFacts, space: Namespace | None = None) -> None:
@@ -99,6 +101,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         self._num_running = 0  # tokens of a forward that has begun and not ended
         self._expected: Tokens = np.empty(0, dtype=np.int32)
         self.new_ids_only = False
+        self.forwards = Forwards({layer.device for layer in facts.layers})
         self._generating: bool | None = None
         self._deltas = RopeDeltas(inner)
         for window_layer in self.window_layers():
@@ -332,6 +335,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
         doubt = self._doubt_of(arguments, ids, length)
         arguments = self._with_positions(model, self._with_right_mask(arguments, length), length)
         self._num_running = length
+        self.forwards.begins(self.num_tokens, length if doubt is None and self.doubt is None else 0)
         if self.space is not None:
             self.space.pace.forward_begins()
         if doubt is not None:
@@ -347,6 +351,7 @@ class CapturingCache(Cache):  # type: ignore[misc]
 
     def end_forward(self) -> None:
         """Take note that the forward which was begun ran to its end."""
+        self.forwards.ends()
         if self.space is not None:
             self.space.pace.forward_ends()
         self._num_running = 0

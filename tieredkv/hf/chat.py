@@ -15,7 +15,6 @@ from ..errors import BadInput
 from ..table.catalog import SessionRow
 from .arguments import check_arguments, is_messages, one_row
 from .capture import Tokens
-from .explain import PrefillSpeed
 from .live_model import LiveModel
 from .rows import Generated, generate_rows
 from .session import ChatSession
@@ -43,7 +42,6 @@ class ChatModel:
     ) -> None:
         self._live = LiveModel(kv, model, salt)
         self._template = Template(tokenizer, template)
-        self._speed = PrefillSpeed()
 
     @property
     def identity(self) -> Identity:
@@ -126,7 +124,7 @@ class ChatModel:
         """
         self._live.refresh()
         record = self._live.kv.import_session(path, self._live.space, name)
-        return ChatSession(self._live, self._template, self._speed, record)
+        return ChatSession(self._live, self._template, record)
 
     def rehash(self) -> None:
         """Hash every weight again: needed after writing a parameter through `.data`."""
@@ -134,7 +132,7 @@ class ChatModel:
 
     def _open(self, name: str, system: str | None = None, like: SessionRow | None = None) -> ChatSession:
         record = self._live.kv.session(name, self._live.space, like)
-        return ChatSession(self._live, self._template, self._speed, record, system)
+        return ChatSession(self._live, self._template, record, system)
 
     def _most_alike(self, prompt: Any) -> tuple[SessionRow | None, int]:
         """The session that shares most with a prompt, and how many of its tokens are shared."""

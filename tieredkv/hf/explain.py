@@ -9,6 +9,7 @@ from ..block.hashing import common_prefix
 from ..outcomes import Reason
 from ..table.catalog import Turn
 from .capture import Tokens
+from .gate import Choice
 from .template import Message, Template
 
 _NUM_SHOWN = 6
@@ -48,8 +49,8 @@ class Explain:
         divergence: where the prompt left what the session held, or None.
         restore_s: seconds spent on finding and reading the prefix.
         ttft_s: seconds from `send` to the first token; None before it.
-        skipped_s: seconds of prefill that the reused tokens would have taken at the best speed that this
-            process measured; None before it measured one.
+        skipped_s: seconds of prefill that the reused tokens should have taken; None before any was measured.
+        choice: what loading and computing should take, which was chosen, and why.
     """
 
     prompt_tokens: int
@@ -61,6 +62,7 @@ class Explain:
     restore_s: float = 0.0
     ttft_s: float | None = None
     skipped_s: float | None = None
+    choice: Choice | None = None
 
     @property
     def diverged_at(self) -> int | None:
@@ -76,22 +78,9 @@ class Explain:
             text += f", {self.skipped_s:.2f} s of prefill skipped"
         if self.reason != str(Reason.COMPLETE):
             text += f"; not more: {self.reason}" + (f", {self.detail}" if self.detail else "")
+        if self.choice is not None:
+            text += f"; {self.choice}"
         return text + (f"; {self.divergence}" if self.divergence is not None else "")
-
-
-class PrefillSpeed:
-    """The best prefill speed that was measured, in tokens a second: so what it says was saved is a least."""
-
-    def __init__(self) -> None:
-        self._best = 0.0
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens > 0 and seconds > 0:
-            self._best = max(self._best, num_tokens / seconds)
-
-    def seconds_for(self, num_tokens: int) -> float | None:
-        """How long this many tokens take; None while nothing was measured."""
-        return num_tokens / self._best if self._best else None
 
 
 def divergence(

@@ -8,6 +8,7 @@ from typing import Any
 from ..cache import TieredCache
 from ..namespace import Namespace
 from .capture import CapturingCache
+from .gate import Gate
 from .identity import ModelFacts, fingerprint, read_model, rehash
 from .probe import cache_argument, inner_model
 
@@ -28,6 +29,7 @@ class LiveModel:
         self._lock = threading.Lock()
         self._facts: ModelFacts
         self._space: Namespace
+        self._gate: Gate
         self.refresh()
 
     @property
@@ -37,6 +39,11 @@ class LiveModel:
     @property
     def space(self) -> Namespace:
         return self._space
+
+    @property
+    def gate(self) -> Gate:
+        """Chooses between loading and computing for this namespace."""
+        return self._gate
 
     @property
     def block_size(self) -> int:
@@ -58,6 +65,7 @@ class LiveModel:
             if mark != self._mark:
                 self._facts = read_model(self.model, self.kv.config.block_size, self._salt)
                 self._space = self.kv.namespace(self._facts.identity, self._facts.layout)
+                self._gate = Gate(self.kv, self._space, self.device)
                 self._mark = mark
 
     def rehash(self) -> None:

@@ -13,15 +13,16 @@ import torch
 from ..block.hashing import common_prefix
 from ..errors import BadInput
 from ..namespace import Namespace
-from ..outcomes import Reason, Stored
+from ..outcomes import Lookup, Reason, Stored
 from . import anchors
 from .arguments import one_row
 from .capture import CapturingCache, Tokens
 from .explain import Explain
+from .gate import Choice
 from .live_model import LiveModel
 from .prefetch import Prefetch
 from .prefill import prefill
-from .restore import restore
+from .restore import Restored, restore
 
 
 class SessionMemory:
@@ -87,6 +88,7 @@ class SessionMemory:
     def store(self, boundaries: Sequence[int]) -> list[Stored]:
         """Store what was computed, anchored at `boundaries`; returns all that was stored since it was asked."""
         assert self._cache is not None, "a turn is committed with its cache"
+        self._live.gate.note_forwards(self._cache.forwards.take())
         self._cache.store_blocks(boundaries, again=True)
         return self._cache.take_stored()
 
@@ -109,27 +111,70 @@ class SessionMemory:
             return len(tokens)
         return space.lookup(np.append(tokens, np.int32(0))).num_tokens
 
+    def foretell(self, space: Namespace, tokens: Tokens) -> Explain:
+        """What a prompt that goes on from `tokens` would find in the store."""
+        asked, gate = np.append(tokens, np.int32(0)), self._live.gate
+        hit = space.lookup(asked)
+        choice = gate.estimate(asked, hit) if hit.num_tokens else None
+        return Explain(
+            len(tokens), hit.num_tokens, hit.by_tier, str(hit.reason), hit.detail,
+            skipped_s=gate.skipped_s(hit.num_tokens, len(asked)), choice=choice,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """As `drop`; what was learned of speeds is kept."""
+        self.drop()
+        self._live.gate.save()
+
     def drop(self) -> None:
         """Let everything go; what is on its way here is waited for."""
         if self._prefetch is not None:
             self._prefetch.cancel(wait=True)
+        if self._cache is not None:
+            self._live.gate.note_forwards(self._cache.forwards.take())
         self._cache = self.attached = self._prefetch = None
 
     def _cache_for(self, tokens: Tokens, num_new: int) -> tuple[CapturingCache, Explain]:
-        """A cache of a prefix of `tokens`: this session's own if that reaches as far as what is stored."""
-        if self._prefetch is not None:
-            self._cache, self._prefetch = self._prefetch.take(self._cache), None
-        space, own = self._live.space, self._cache
-        hit = space.lookup(tokens)
+        """A cache of a prefix of `tokens`: this session's own, unless loading what is stored is sooner."""
+        self._take_prefetched()
+        gate, own = self._live.gate, self._cache
+        hit = self._live.space.lookup(tokens)
         shared = common_prefix(own.tokens, tokens[:-1]) if own is not None and own.is_sound() else 0
-        if own is not None and 0 < shared >= hit.num_tokens and own.can_crop(shared):
-            reason = Reason.COMPLETE if shared == own.num_tokens else Reason.DIVERGED
-            own.crop(shared - own.num_tokens)
+        held = shared if own is not None and own.can_crop(shared) else 0
+        choice = gate.choose(tokens, hit, held)
+        if own is not None and 0 < held >= choice.num_tokens:
+            reason = Reason.COMPLETE if held == own.num_tokens else Reason.DIVERGED
+            if held < hit.num_tokens:
+                reason = Reason.RECOMPUTED
+            own.crop(held - own.num_tokens)
             self.branch = 0
-            return own, Explain(len(tokens), shared, {"session": shared}, str(reason))
-        self.drop()
-        cache = self._live.new_cache()
-        got = restore(space, cache, tokens, num_new)
+            found = Explain(len(tokens), held, {"session": held}, str(reason))
+        else:
+            self.drop()
+            own = self._live.new_cache()
+            found = self._restored(own, tokens, num_new, hit, choice)
+        skipped_s = gate.skipped_s(found.reused_tokens, len(tokens))
+        return own, replace(found, skipped_s=skipped_s, choice=choice if hit.num_tokens > held else None)
+
+    def _restored(
+        self, cache: CapturingCache, tokens: Tokens, num_new: int, hit: Lookup, choice: Choice
+    ) -> Explain:
+        """Fill the empty `cache` as the gate chose."""
+        got = Restored(0, {}, str(hit.reason), hit.detail, 0.0)
+        if choice.num_tokens:
+            at_most = choice.num_tokens if choice.num_tokens < hit.num_tokens else None
+            got = restore(self._live.space, cache, tokens, num_new, at_most)
+            self._live.gate.note_restore(got, hit, choice)
+        reached, reason, detail = got.num_tokens, got.reason, got.detail
+        if choice.num_tokens < hit.num_tokens:
+            reached, reason, detail = hit.num_tokens, str(Reason.RECOMPUTED), f"{hit.num_tokens:,} are stored"
         # Full parts that reach beyond any anchor: a branch is about to form where they end.
-        self.branch = hit.num_full_tokens if hit.num_full_tokens > got.num_tokens else 0
-        return cache, Explain(len(tokens), got.num_tokens, got.by_tier, got.reason, got.detail)
+        self.branch = hit.num_full_tokens if hit.num_full_tokens > reached else 0
+        return Explain(len(tokens), got.num_tokens, got.by_tier, reason, detail)
+
+    def _take_prefetched(self) -> None:
+        if self._prefetch is not None:
+            self._cache, got = self._prefetch.take(self._cache), self._prefetch.restored
+            self._prefetch = None
+            if got is not None:
+                self._live.gate.note_restore(got)

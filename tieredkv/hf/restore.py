@@ -33,16 +33,19 @@ class Restored:
     seconds: float
 
 
-def restore(space: Namespace, cache: CapturingCache, tokens: Tokens, num_new: int = 0) -> Restored:
+def restore(
+    space: Namespace, cache: CapturingCache, tokens: Tokens, num_new: int = 0, at_most: int | None = None
+) -> Restored:
     """Fill the empty `cache` with the longest restorable prefix of `tokens`, at least one token short of it.
 
     Args:
+        at_most: no more than so many tokens of it.
         num_new: tokens that will follow `tokens`, if that is known: full layers get room for all of them, so
             that no forward copies what is restored.
     """
     assert cache.num_tokens == 0, f"a restore goes into an empty cache, this one holds {cache.num_tokens}"
     began = time.perf_counter()
-    with space.load(tokens) as prefix:
+    with space.load(tokens if at_most is None else tokens[: at_most + 1]) as prefix:
         num_tokens = prefix.num_tokens
         assert num_tokens < len(tokens), (
             f"a prefix of {num_tokens} leaves nothing to compute of {len(tokens)}"

@@ -26,7 +26,7 @@ from ..table.catalog import Turn
 from . import anchors
 from .arguments import check_arguments, check_one_sequence, is_assisted, is_messages, num_sequences, one_row
 from .capture import Tokens
-from .explain import Divergence, Explain, PrefillSpeed, divergence
+from .explain import Divergence, Explain, divergence
 from .live_model import LiveModel
 from .memory import SessionMemory
 from .prefetch import Prefetch
@@ -46,14 +46,12 @@ class ChatSession:
         self,
         live: LiveModel,
         template: Template,
-        speed: PrefillSpeed,
         record: Session,
         system: str | None = None,
         like: Transcript | None = None,
     ) -> None:
         self._live = live
         self._template = template
-        self._speed = speed
         self._record = record
         self._memory = SessionMemory(live)
         self._explain: Explain | None = None
@@ -114,11 +112,7 @@ class ChatSession:
         """What the last prompt cost; before any, what the next would find of the session's tokens."""
         if self._explain is not None:
             return self.last_explain or self._explain
-        hit = self._record.space.lookup(np.append(self.tokens, np.int32(0)))
-        skipped_s = self._speed.seconds_for(hit.num_tokens)
-        return Explain(
-            len(self.tokens), hit.num_tokens, hit.by_tier, str(hit.reason), hit.detail, skipped_s=skipped_s
-        )
+        return self._memory.foretell(self._record.space, self.tokens)
 
     def is_of(self, live: LiveModel) -> bool:
         """Whether it is a conversation with this very model."""
@@ -205,9 +199,7 @@ class ChatSession:
         self._check_ready({})
         tokens, diverged = self._begin(prompt)
         cache = self._attach(tokens, False, diverged)[self._live.cache_name]
-        began, num_held = time.perf_counter(), cache.num_tokens
         compute_rest(self._live, cache, tokens[:-1])
-        self._speed.note(len(tokens) - 1 - num_held, time.perf_counter() - began)
         return Asked(tokens, cache, self._keep)
 
     # For people who call generate themselves
@@ -278,7 +270,7 @@ class ChatSession:
         """
         self._check_idle()
         record = self._record.fork(name)
-        return ChatSession(self._live, self._template, self._speed, record, like=self._transcript)
+        return ChatSession(self._live, self._template, record, like=self._transcript)
 
     def pin(self) -> None:
         """Hold the session's blocks against eviction, also after a restart."""
@@ -323,7 +315,7 @@ class ChatSession:
         try:
             self._end_answer()
         finally:
-            self._memory.drop()
+            self._memory.close()
             self._record.close()
 
     # Inside: a turn
@@ -363,7 +355,6 @@ class ChatSession:
         attached = self._attach(self._said_tokens(), assisted, diverged, max_new_tokens)
         arguments = {**given, **attached, "max_new_tokens": max_new_tokens}
         criteria = list(given.get("stopping_criteria") or ())
-        attached_at = time.perf_counter()
 
         def call(streamer: Any, stop: Any) -> Any:
             ends = StoppingCriteriaList([*criteria, stop])
@@ -375,9 +366,6 @@ class ChatSession:
             if generation.error is not None:
                 self._memory.drop()
                 return
-            if generation.first_token_at is not None and self._explain is not None:
-                num_computed = self._explain.prompt_tokens - self._explain.reused_tokens
-                self._speed.note(num_computed, generation.first_token_at - attached_at)
             self._keep(self._memory.whole(generation.output))
 
         generation = Generation(call)
@@ -431,9 +419,7 @@ class ChatSession:
         self, tokens: Tokens, assisted: bool, diverged: Divergence | None, num_new: int = 0
     ) -> dict[str, Any]:
         attached, explain = self._memory.attach(tokens, self._heads(), assisted, num_new)
-        self._explain = replace(
-            explain, divergence=diverged, skipped_s=self._speed.seconds_for(explain.reused_tokens)
-        )
+        self._explain = replace(explain, divergence=diverged)
         return attached
 
     def _follow_model(self) -> None:

@@ -19,6 +19,7 @@ from tieredkv.cli.child import Child
 from tieredkv.cli.document import own_document
 from tieredkv.cli.model import PACKAGE, load, local_copy, require
 from tieredkv.hf import ChatModel, ChatSession
+from tieredkv.hf.explain import Explain
 from tieredkv.hf.identity import cache_argument
 from tieredkv.hf.live_model import LiveModel
 
@@ -130,11 +131,16 @@ def ask(model: Any, session: ChatSession, ids: list[int]) -> tuple[float, Any]:
     return time.perf_counter() - began, out
 
 
-def reused(session: ChatSession) -> dict[str, int]:
-    """Tokens of the last prompt that were not computed, by tier."""
+def explained(session: ChatSession) -> Explain:
+    """What the last prompt cost."""
     explain = session.last_explain
     assert explain is not None, "nothing was asked yet"
-    return dict(explain.by_tier)
+    return explain
+
+
+def reused(session: ChatSession) -> dict[str, int]:
+    """Tokens of the last prompt that were not computed, by tier."""
+    return dict(explained(session).by_tier)
 
 
 def cache_name(model: Any) -> str:
