@@ -60,19 +60,17 @@ def main(
             status.update(f"transformers {minor}")
             try:
                 packages = environments.environment(minor, folder)
-                for cell in _cells(packages, [f.name for f in families], [o.name for o in operations], jobs):
-                    found.append(cell)
-                    console.print(
-                        f"{cell.family}: {cell.operation}: {cell.verdict}", style="dim", markup=False
-                    )
+                for some in _cells(packages, [f.name for f in families], [o.name for o in operations], jobs):
+                    found = cells.in_order([*found, *some])
+                    for cell in some:
+                        console.print(report.line(cell), style="dim", markup=False, highlight=False)
+                    if markdown:  # what is done outlives a run that is cut off
+                        section.write_section(_README, section.section(found))
             except environments.ChildFailed as error:
                 console.print(f"a run failed: {error}", style="red", markup=False)
                 raise typer.Exit(2) from error
-    found = cells.in_order(found)
     figures = report.figures(found)
     report.show(console, found, figures, time.perf_counter() - began)
-    if markdown:
-        section.write_section(_README, section.section(found))
     if as_json:
         shown = {"cells": [c.as_json() for c in found], "figures": [f.as_json() for f in figures]}
         typer.echo(json.dumps(shown))
@@ -82,14 +80,14 @@ def main(
 
 def _cells(
     packages: Path | None, families: Sequence[str], operations: Sequence[str], jobs: int
-) -> Iterator[Cell]:
+) -> Iterator[list[Cell]]:
     """All cells of one release, as they come."""
     if jobs:
         yield from environments.run_all(packages, families, operations, jobs)
         return
     rows, columns = cells.chosen(families, operations)
     for row in rows:
-        yield from cells.cells_of(row, columns)
+        yield from ([cell] for cell in cells.cells_of(row, columns))
 
 
 @contextmanager

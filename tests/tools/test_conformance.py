@@ -50,9 +50,34 @@ def test_going_on_and_back_is_exact_or_from_a_checkpoint(name: str) -> None:
     assert found["rollback past the window"].verdict == (EXACT if name == "Llama" else CHECKPOINT)
 
 
-def test_what_transformers_refuses_is_its_refusal() -> None:
-    cell = row("gpt-oss", "sdpa")["sdpa"]
+@pytest.mark.parametrize("name", ["gpt-oss", "BLOOM"])
+def test_what_transformers_refuses_is_its_refusal(name: str) -> None:
+    cell = row(name, "sdpa")["sdpa"]
     assert cell.verdict == REFUSED and cell.by_transformers and "does not support" in cell.reason
+
+
+def test_an_error_that_is_not_the_one_of_transformers_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(scene: Scene, session: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(Scene, "say", fail)
+    families, operations = cells.chosen(["Mamba"], ["draft"])
+    assert "stateful" in str(cells.raised_by_stock(families[0], operations[0]))
+    cell = row("Mamba", "draft")["draft-model decoding"]
+    assert (cell.verdict, cell.reason) == (WRONG, "RuntimeError: something else")
+
+
+def test_an_edited_message_goes_through_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    ask = Scene.ask
+
+    def noted(scene: Scene, session: Any, messages: Any) -> Any:
+        asked.append(len(messages))
+        return ask(scene, session, messages)
+
+    monkeypatch.setattr(Scene, "ask", noted)
+    cell = row("Llama", "edited")["edited message"]
+    assert (cell.verdict, asked) == (EXACT, [1, 3, 5, 3, 1, 3, 5, 3])
 
 
 # A wrong cell is seen
@@ -152,7 +177,8 @@ def test_the_section_says_where_an_older_release_differs() -> None:
         Cell("gpt-oss", "fork", REFUSED, None, "why not", transformers="5.9"),
     ]
     text = section.section(table)
-    assert "transformers 5.24, 5.9; the marks are those of 5.24" in text
+    assert "The marks are those of transformers 5.24." in text
+    assert "- 5.24: 2 cells: 1 exact, 1 refused." in text and "- 5.9: 2 cells: 1 refused, 1 wrong." in text
     assert "| Llama | ● |" in text and "| gpt-oss | – |" in text
     assert "- gpt-oss: fork. *refused: why not*" in text
     assert "Otherwise in 5.9:\n\n- Llama: fork. *wrong: layer 0 keys*" in text

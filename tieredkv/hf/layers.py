@@ -289,7 +289,7 @@ class IndexedLayer(FullLayer, DynamicIndexedLayer):  # type: ignore[misc]
     """A full layer with the indexer keys of sparse attention beside it."""
 
     indexer_keys: Any  # [B, S, D] once there, as in the stock layer
-    indexer_position_ids: Any  # [P, B, S], where the model has them
+    indexer_position_ids: Any = None  # [P, B, S], where the model and the release have them
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, of the indexer too."""

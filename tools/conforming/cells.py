@@ -15,7 +15,7 @@ from tieredkv.errors import TieredKVError
 from .environments import installed
 from .fake_devices import FakeDevices
 from .families import FAMILIES
-from .family import Family
+from .family import RECURRENT, Family
 from .operations import OPERATIONS, Operation
 from .scene import GREEDY, Scene
 from .stock import Stock, cache_name
@@ -57,15 +57,15 @@ def cell(family: Family, operation: Operation, folder: Path) -> Cell:
             found = operation.run(scene)
     except Exception as error:  # whatever goes wrong is what this cell is there to say
         return _failed(family, operation, error)
-    return Cell(family.name, operation.name, found.verdict, found.max_abs_logit_error, found.reason)
+    return Cell(family.name, operation.name, **vars(found))
 
 
 def _failed(family: Family, operation: Operation, error: Exception) -> Cell:
+    ours = isinstance(error, TieredKVError)
     theirs = None if isinstance(error, (DidNotHappen, AssertionError)) else raised_by_stock(family, operation)
-    if theirs is not None:
+    if theirs is not None and (ours or first_line(theirs) == first_line(error)):
         reason = f"transformers: {first_line(theirs)}"
         return Cell(family.name, operation.name, REFUSED, None, reason, by_transformers=True)
-    ours = isinstance(error, TieredKVError)
     reason = (
         first_line(error) if ours or isinstance(error, DidNotHappen) else f"{type(error).__name__}: {error}"
     )
@@ -93,6 +93,8 @@ def _do_with_stock(family: Family, operation: Operation) -> None:
     if options.get("num_beams", 1) > 1:
         stock.cache.batch_repeat_interleave(options["num_beams"])
     given = {"input_ids": ids[:, _NUM_HELD:], "attention_mask": torch.ones_like(ids)}
+    if family.kind == RECURRENT:  # such a cache knows no length, so neither does a mask
+        del given["attention_mask"]
     model.generate(**given, **GREEDY, **options, **{cache_name(model): stock.cache})
 
 

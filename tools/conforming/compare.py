@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +14,17 @@ from .forwards import Forward, by_position
 from .scene import BLOCK_SIZE, GREEDY, Row, Scene, Turn, all_forwards
 from .states import first_difference
 from .stock import Stock, cache_name, together
-from .verdict import CHECKPOINT, EXACT, WRONG, DidNotHappen, Finding
+from .verdict import CHECKPOINT, EXACT, REFUSED, WRONG, DidNotHappen, Finding
 
 MOST_FP32 = 1e-4
 MOST_BF16_SHARE = 2**-4
 """bf16 keeps 8 bits, so every product is off by up to 2^-9 of itself; cutting the prompt otherwise moves these
 errors through all layers. A sixteenth of the largest logit is twice what stock caches show among themselves."""
+_CUTS = (16, 32, 48)
+_DEPENDS = (
+    "transformers: its own cache gives other logits wherever a prompt is cut into two calls,"
+    " so that none of them is the run as it was"
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ def _verdict(
         return Finding(WRONG, error, different)
     limit = most_error(scene, logits)
     if not error <= limit:
+        if depends_on_cuts(scene):
+            return Finding(REFUSED, error, _DEPENDS, by_transformers=True)
         return Finding(WRONG, error, f"logits differ by {error:.1e} from the run as it was, over {limit:.1e}")
     boundary = reusable // BLOCK_SIZE * BLOCK_SIZE
     if num_reused >= boundary:
@@ -65,6 +73,20 @@ def most_error(scene: Scene, logits: Sequence[torch.Tensor]) -> float:
     if scene.model.dtype == torch.float32:
         return MOST_FP32
     return MOST_BF16_SHARE * max(part.abs().max().item() for part in logits)
+
+
+def depends_on_cuts(scene: Scene) -> bool:
+    """Whether this release cannot go on from any prefix with several tokens, whoever keeps it: stock caches alone."""
+    ids = scene.family.random_ids(2 * _CUTS[-1] - _CUTS[0], seed=6).to(scene.model.device)
+    whole = Stock(scene.model, scene.family).forward(ids, num_asked=1)
+
+    def apart(cut: int) -> float:
+        stock = Stock(scene.model, scene.family)
+        stock.forward(ids[:, :cut], num_asked=1)
+        last = stock.forward_in_steps(ids[:, cut:], num_asked=1)[-1].logits
+        return (last[:, -1].double() - whole[:, -1].double()).abs().max().item()
+
+    return all(apart(cut) > most_error(scene, [whole]) for cut in _CUTS)
 
 
 def judge_later(scene: Scene, history: Sequence[Turn], turn: Turn) -> Finding:
@@ -105,7 +127,7 @@ def as_it_was(scene: Scene, before: Sequence[Forward], turn: Turn, num_shared: i
     stock.play(calls_up_to(scene, before, kept))
     stock.back_to(min(kept, stock.num_tokens))
     ids = turn.tokens.to(scene.model.device)
-    done = stock.forward_in_steps(ids[:, stock.num_tokens : turn.num_prompt])
+    done = stock.forward_in_steps(ids[:, stock.num_tokens : turn.num_prompt], num_asked=1)
     for at in range(turn.num_prompt, ids.shape[1] - 1):
         done += stock.forward_in_steps(ids[:, at : at + 1])
     theirs, ours = by_position(done), by_position(turn.forwards)
@@ -142,9 +164,9 @@ def judge_rows(
         alone = _recorded(scene, options, input_ids=row.prompt)
         num_each = alone[-1].ids.shape[0]
         mine = [_rows_of(forward, number * num_each, num_each) for forward in forwards]
-        if not all(torch.equal(a.ids[:, -1:], b.ids[:, -1:]) for a, b in zip(mine, alone, strict=True)):
-            different = different or f"row {number}: other tokens than without any cache"
         error = max(error, _apart(mine, alone))
+        if not all(torch.equal(a.ids[:, -1:], b.ids[:, -1:]) for a, b in zip(mine, alone, strict=True)):
+            error = math.inf  # other tokens than without any cache: what follows them cannot be compared
     num_reused = min(row.forwards[0].start for row in rows)
     reusable = min(history[-1].tokens.shape[1] for history in histories) - 1
     return _verdict(scene, different, error, num_reused, reusable, [forward.logits for forward in forwards])

@@ -54,16 +54,19 @@ def environment(minor: str, folder: Path) -> Path | None:
 
 def run_all(
     packages: Path | None, families: Sequence[str], operations: Sequence[str], num_jobs: int
-) -> Iterator[Cell]:
-    """The cells of families as they come, each family in a process of its own, so many at once.
+) -> Iterator[list[Cell]]:
+    """The rows of families as they come, each family in a process of its own, so many at once.
 
     Raises:
         ChildFailed: a process ended without a result.
     """
-    with ThreadPoolExecutor(num_jobs) as pool:
+    pool = ThreadPoolExecutor(num_jobs)
+    try:
         jobs = [pool.submit(_run, packages, family, operations) for family in families]
         for job in as_completed(jobs):
-            yield from job.result()
+            yield job.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _run(packages: Path | None, family: str, operations: Sequence[str]) -> list[Cell]:

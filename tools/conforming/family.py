@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,16 @@ class Family:
         return model.to(dtype)
 
     def tokenizer(self) -> Any:
-        if self.weights is None:
-            return byte_tokenizer()
-        import transformers
-
-        return transformers.AutoTokenizer.from_pretrained(self.weights, local_files_only=True)
+        return byte_tokenizer() if self.weights is None else _saved_tokenizer(self.weights)
 
     def random_ids(self, num_tokens: int, seed: int) -> torch.Tensor:
         """`[1, num_tokens]`, none of them special."""
         shuffle = torch.Generator().manual_seed(seed)
         return torch.randint(self.words.start, self.words.stop, (1, num_tokens), generator=shuffle)
+
+
+@cache
+def _saved_tokenizer(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

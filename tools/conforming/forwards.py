@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+"""What forwards call their cache, in one release or another."""
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -66,8 +69,8 @@ class Recorder:
 
 
 def cache_of(arguments: dict[str, Any]) -> Any:
-    """The cache among a forward's arguments, by either of its names."""
-    found = (arguments.get(name) for name in ("cache", "past_key_values"))
+    """The cache among a forward's arguments, by any of its names."""
+    found = (arguments.get(name) for name in CACHE_NAMES)
     return next((cache for cache in found if cache is not None), None)
 
 

@@ -45,6 +45,11 @@ def _named(cells: Sequence[Cell]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+def line(cell: Cell) -> str:
+    reason = f": {cell.reason}" if cell.reason and cell.verdict != EXACT else ""
+    return f"{cell.transformers} {cell.family}, {cell.operation}: {cell.verdict}{reason}"
+
+
 def show(console: Console, cells: Sequence[Cell], found: Sequence[Figure], seconds: float) -> None:
     """A row for each family, a column for each operation; then every reason, then the figures."""
     operations = list(dict.fromkeys(cell.operation for cell in cells))
@@ -61,9 +66,8 @@ def show(console: Console, cells: Sequence[Cell], found: Sequence[Figure], secon
         console.print(f"{number:3} {name}", highlight=False)
     for cell in cells:
         if cell.reason and cell.verdict in (WRONG, REFUSED):
-            where = f"{cell.transformers} {cell.family}, {cell.operation}: {cell.verdict}: {cell.reason}"
-            console.print(where, style=_STYLES[cell.verdict], markup=False, highlight=False)
+            console.print(line(cell), style=_STYLES[cell.verdict], markup=False, highlight=False)
     marks = {True: "met", False: "not met", None: ""}
     for figure in found:
-        line = f"{figure.name} {figure.value:g} (must be {figure.must}) {marks[figure.met]} {figure.detail}"
-        console.print(line, markup=False, highlight=False)
+        value = f"{figure.name} {figure.value:g} (must be {figure.must}) {marks[figure.met]} {figure.detail}"
+        console.print(value, markup=False, highlight=False)

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from .family import ATTENTION, Family
-from .forwards import Forward
+from .forwards import CACHE_NAMES, Forward
 from .states import TIME_AXIS, States, states_of
 
 
@@ -22,7 +22,7 @@ class CannotGoBack(Exception):
 
 def cache_name(model: Any) -> str:
     names = inspect.signature(type(model).forward).parameters
-    return next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in names)
+    return next(name for name in CACHE_NAMES if name in names)
 
 
 class Stock:
@@ -61,13 +61,13 @@ class Stock:
         logits: torch.Tensor = output.logits
         return logits
 
-    def forward_in_steps(self, ids: torch.Tensor) -> list[Forward]:
+    def forward_in_steps(self, ids: torch.Tensor, num_asked: int = 0) -> list[Forward]:
         """As one call, or in the steps that the family needs behind a cache."""
         size = self._step if self._step and self.num_tokens else ids.shape[1]
         done = []
         for part in ids.split(size, dim=1):
             start = self.num_tokens
-            done.append(Forward(start, part, self.forward(part), 0))
+            done.append(Forward(start, part, self.forward(part, num_asked), num_asked))
         return done
 
     def back_to(self, num_tokens: int) -> None:

@@ -16,11 +16,16 @@ class DidNotHappen(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One look: a verdict, the largest error of any logit against the run as it was, and why."""
+    """One look: a verdict, the largest error of any logit against the run as it was, and why.
+
+    Attributes:
+        by_transformers: a refusal that is transformers' own, for the stock cache as well.
+    """
 
     verdict: str
     max_abs_logit_error: float | None
     reason: str
+    by_transformers: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,6 @@ class Cell:
     """One cell of the table.
 
     Attributes:
-        by_transformers: a refusal that is transformers' own, for the stock cache as well.
         transformers: the minor release it was found in.
     """
 
@@ -50,4 +54,6 @@ def worst(findings: Sequence[Finding]) -> Finding:
     errors = [f.max_abs_logit_error for f in findings if f.max_abs_logit_error is not None]
     reasons = [f.reason for f in findings if f.verdict == verdict] if verdict == WRONG else []
     reasons = reasons or [finding.reason for finding in findings]
-    return Finding(verdict, max(errors, default=None), "; ".join(dict.fromkeys(filter(None, reasons))))
+    by_transformers = all(f.by_transformers for f in findings if f.verdict == verdict)
+    text = "; ".join(dict.fromkeys(filter(None, reasons)))
+    return Finding(verdict, max(errors, default=None), text, by_transformers)

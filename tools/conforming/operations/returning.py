@@ -9,7 +9,7 @@ from tieredkv.block.hashing import common_prefix
 
 from ..compare import Wanted, judge
 from ..scene import NUM_SAID, Scene, Turn
-from ..verdict import DidNotHappen, Finding, worst
+from ..verdict import REFUSED, DidNotHappen, Finding, worst
 
 _NAME = "talk"
 Converse = Callable[[Any], Sequence[Turn]]
@@ -64,13 +64,17 @@ def edited_message(scene: Scene) -> Finding:
 def same_prompt_again(scene: Scene) -> Finding:
     """The last prompt once more gives the same answer; one token at least is computed again."""
 
+    answers = set()
+
     def go_on(session: Any, turns: Sequence[Turn]) -> Turn:
         again = scene.say(session, turns[2].tokens[:, : turns[2].num_prompt])
-        if again.tokens.tolist() != turns[2].tokens.tolist():
-            raise AssertionError("another answer than before")
+        answers.update(tuple(turn.tokens[0].tolist()) for turn in (turns[2], again))
         return again
 
-    return _twice(scene, go_on)
+    found = _twice(scene, go_on)
+    if len(answers) > 1 and found.verdict != REFUSED:
+        raise AssertionError("another answer than before")
+    return found
 
 
 def shorter_prompt(scene: Scene) -> Finding:
