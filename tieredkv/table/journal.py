@@ -197,6 +197,7 @@ class Journal:
         # Held while a checkpoint is made or old files go, so that none is taken for old before it is listed.
         self._unlinking = threading.Lock()
         self._queue: deque[_Entry] = deque()
+        self._taken: deque[_Entry] = deque()  # by the committer, at once: nobody waits while a batch is cut
         self._queued = threading.Condition(threading.Lock())
         self._closing = False
         # Entries ever taken; of those, the first so many are applied or failed; and made durable, and told.
@@ -387,20 +388,22 @@ class Journal:
                 self._commit(batch)
                 self._finished(len(batch))
         except Exception as error:  # a fault of our own: nobody may wait for a thread that is gone
-            self._end_with("committer", error, batch)
+            self._end_with("committer", error, [*batch, *self._taken])
 
     def _next_batch(self) -> list[_Entry]:
         """Waits for entries; none once the journal closes."""
-        with self._queued:
-            while not self._queue and not self._closing:
-                self._queued.wait()
-            return list(self._take_batch())
+        if not self._taken:
+            with self._queued:
+                while not self._queue and not self._closing:
+                    self._queued.wait()
+                self._taken, self._queue = self._queue, self._taken
+        return list(self._take_batch())
 
     def _take_batch(self) -> Iterator[_Entry]:
-        """What fits one frame, at least one entry (queue lock held)."""
+        """What fits one frame, at least one entry."""
         room = self._writer.max_frame_nbytes // 2
-        while self._queue and room > 0:
-            entry = self._queue.popleft()
+        while self._taken and room > 0:
+            entry = self._taken.popleft()
             room -= frame_nbytes([entry.run])
             yield entry
 
