@@ -27,6 +27,7 @@ from rich.table import Table
 
 _FOR_A_BUG = Plan(num_kills=24, num_cuts=0, num_images=300, num_faults=40, hostile_every=2000, crowd_s=6.0)
 _MIN_BUGS = 20
+_TELL_S = 60.0
 _BUG_HANG_S = 300.0
 
 
@@ -117,17 +118,19 @@ def _show(console: Console, totals: Totals, figures: list[Figure], seconds: floa
 
 
 class _Bars:
-    """A bar for each part on a terminal, a line at its end elsewhere."""
+    """A bar for each part on a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console
         self._progress = progress
         self._tasks: dict[str, Any] = {}
+        self._told_at = 0.0
 
     def __call__(self, part: str, done: int, total: int) -> None:
         if self._progress is None:
-            if part not in self._tasks:
-                self._console.print(f"  ... {part}", style="dim")
+            if part not in self._tasks or time.monotonic() - self._told_at > _TELL_S:
+                self._console.print(f"  ... {part}: {done} of {total}", style="dim")
+                self._told_at = time.monotonic()
             self._tasks[part] = done
             return
         if part not in self._tasks:
