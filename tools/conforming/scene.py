@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 import tieredkv
+from tieredkv import speeds
 from tieredkv.hf import ChatModel
 
 from .family import Family
@@ -98,6 +100,7 @@ class Scene:
     def open(self, name: str = "store", **budgets: Any) -> ChatModel:
         """The model over the store of that name, in a cache object of its own; any earlier one is closed."""
         self.close()
+        speeds._LEAST_GAIN_S = math.inf  # load, always: a cell is not to depend on how busy the machine is
         chosen = {**(_LARGE_BUDGETS if self.family.weights else _BUDGETS), **budgets}
         self._opened.append(tieredkv.open(self.folder / name, tieredkv.Config(**chosen)))
         return ChatModel(self._opened[-1], self.model, self._tokenizer)
