@@ -177,12 +177,11 @@ class Speeds:
             return None
         return whole - rest
 
-    def note_restore(self, nbytes: Mapping[str, float], seconds: float) -> str:
-        """A restore of `nbytes` by tier. What faster tiers are known to take, the slowest did not; returns that."""
-        *faster, slowest = (tier.name.lower() for tier in Tier if tier.name.lower() in nbytes)
-        seconds -= sum(self.restores[tier].moving_s(nbytes[tier]) for tier in faster)
-        self.restores[slowest].note(int(nbytes[slowest]), seconds)
-        return slowest
+    def note_restore(self, nbytes: Mapping[str, float], seconds: float) -> None:
+        """A restore of `nbytes` by tier. What faster tiers are known to take, the slowest did not."""
+        last = slowest(nbytes)
+        seconds -= sum(self.restores[tier].moving_s(n) for tier, n in nbytes.items() if tier != last)
+        self.restores[last].note(int(nbytes[last]), seconds)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -209,6 +208,11 @@ class Speeds:
 def is_worth(saved_s: float, restore_s: float) -> bool:
     """Whether computing instead of a restore saves more than anybody notices, and than estimates can tell."""
     return saved_s > max(_LEAST_GAIN_S, _LEAST_GAIN * restore_s)
+
+
+def slowest(tiers: Iterable[str]) -> str:
+    """Of names of tiers that of the lowest."""
+    return max(tiers, key=lambda tier: Tier[tier.upper()])
 
 
 def nbytes_by_tier(layout: BlockLayout, by_tier: Mapping[str, int]) -> dict[str, float]:

@@ -159,6 +159,27 @@ def test_a_session_goes_on_from_what_it_has_rather_than_wait_for_a_slow_disk(pla
             assert explain.by_tier == {"session": 300} and explain.reason == RECOMPUTED
 
 
+def test_a_prefetch_from_a_slow_disk_is_not_waited_for_where_computing_is_sooner(place: Place) -> None:
+    place.fill(4)
+    place.fs.wait_s = SLOW_S
+    place.resume(range(3))
+    reads, plain = threading.Event(), place.fs.hook
+    with place.opened() as kv:
+        chat = place.chat(kv)
+        with chat.session("first 3") as session:
+            ids = torch.tensor(session.tokens[None].astype("int64"))
+            place.fs.hook = lambda operation, path: operation != "preadv" or reads.wait(60) or None
+            coming = session.prefetch()
+            out = place.model.generate(**session.attach(ids), max_new_tokens=4, do_sample=False)
+            assert not coming.done and coming.cancelled, "its reads hang until here"
+            assert torch.equal(out, place.model.generate(ids, max_new_tokens=4, do_sample=False))
+            assert session.last_explain.reason == RECOMPUTED
+            reads.set()
+            place.fs.hook = plain
+            assert coming.wait(30) and coming.num_tokens == 0 and kv.stats().num_pins == 0
+            session.commit(out)
+
+
 def test_a_head_in_memory_is_loaded_and_the_tail_on_a_slow_disk_computed(place: Place) -> None:
     place.fill(4)
     place.fs.wait_s = SLOW_S
@@ -262,11 +283,14 @@ def test_what_cannot_be_kept_costs_nothing_else(tmp_path: Path) -> None:
 def test_a_file_system_that_hangs_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
     place, hangs = Place(tmp_path / "store", llama()), threading.Event()
     with place.opened(deadline_s=0.2) as kv:
-        chat, plain = place.chat(kv), place.fs.hook
-        place.fs.hook = lambda _operation, path: SPEEDS not in path or hangs.wait(60) or None
+        plain, hung = place.fs.hook, lambda _operation, path: SPEEDS not in path or hangs.wait(60) or None
+        chat, place.fs.hook = place.chat(kv), hung
         for name in "ab":
             place.say(chat, name, prompt(NUM_TOKENS))
         assert not (place.folder / SPEEDS).exists(), "both returned while it hung"
+        (place.folder / SPEEDS).touch()
+        assert not place.chat(kv)._live.gate._speeds.prefill.samples, "nor is reading it waited for"
+        (place.folder / SPEEDS).unlink()
         writer = chat._live.gate._writer
         assert writer is not None and writer.is_alive()
         place.fs.hook = plain

@@ -28,6 +28,7 @@ from ..speeds import (
     is_worth,
     nbytes_by_tier,
     read_speeds,
+    slowest,
     write_speeds,
 )
 from .capture import Tokens
@@ -60,6 +61,12 @@ class Choice:
     why: str
     is_trial: bool = False
 
+    def is_late(self, seconds: float) -> bool:
+        """Whether a restore that began so many seconds ago takes longer yet than computing would."""
+        if self.restore_s is None or self.compute_s is None:
+            return False
+        return is_worth(self.restore_s - seconds - self.compute_s, self.restore_s)
+
     def __str__(self) -> str:
         known = [
             f"{what} about {_duration(seconds)}"
@@ -85,7 +92,7 @@ class Gate:
         self._lock = threading.Lock()
         self._is_new = False
         self._writer: threading.Thread | None = None
-        self._speeds = self._read().get(self._key) or Speeds()
+        self._speeds = self._read_in_time().get(self._key) or Speeds()
 
     # What to do
 
@@ -184,8 +191,7 @@ class Gate:
             if choice is not None and choice.is_trial:
                 self._speeds.num_passed_by = 0
                 if choice.compute_s is not None and got.seconds < choice.compute_s:
-                    for tier in nbytes:
-                        self._speeds.restores[tier].forget()
+                    self._speeds.restores[slowest(nbytes)].forget()
             self._speeds.note_restore(nbytes, got.seconds)
 
     # What is kept
@@ -202,6 +208,16 @@ class Gate:
             self._writer = threading.Thread(target=self._write, name="tieredkv-speeds", daemon=True)
             self._writer.start()
             self._writer.join(self._kv.deadline_s)
+
+    def _read_in_time(self) -> dict[Key, Speeds]:
+        """What is kept; nothing from a disk that hangs."""
+        found: list[dict[Key, Speeds]] = []
+        reader = threading.Thread(
+            target=lambda: found.append(self._read()), name="tieredkv-speeds", daemon=True
+        )
+        reader.start()
+        reader.join(self._kv.deadline_s)
+        return found[0] if found else {}
 
     def _write(self) -> None:
         known = self._read()

@@ -136,7 +136,7 @@ class SessionMemory:
 
     def _cache_for(self, tokens: Tokens, num_new: int) -> tuple[CapturingCache, Explain]:
         """A cache of a prefix of `tokens`: this session's own, unless loading what is stored is sooner."""
-        self._take_prefetched()
+        self._take_prefetched(tokens)
         gate, own = self._live.gate, self._cache
         hit = self._live.space.lookup(tokens)
         shared = common_prefix(own.tokens, tokens[:-1]) if own is not None and own.is_sound() else 0
@@ -172,9 +172,15 @@ class SessionMemory:
         self.branch = hit.num_full_tokens if hit.num_full_tokens > reached else 0
         return Explain(len(tokens), got.num_tokens, got.by_tier, reason, detail)
 
-    def _take_prefetched(self) -> None:
-        if self._prefetch is not None:
-            self._cache, got = self._prefetch.take(self._cache), self._prefetch.restored
-            self._prefetch = None
-            if got is not None:
-                self._live.gate.note_restore(got)
+    def _take_prefetched(self, tokens: Tokens) -> None:
+        """What is on its way is waited for, unless computing it is sooner."""
+        coming, self._prefetch = self._prefetch, None
+        if coming is None:
+            return
+        choice = self._live.gate.estimate(tokens, self._live.space.lookup(tokens))
+        if not coming.done and choice.is_late(coming.seconds):
+            coming.cancel()
+            return
+        self._cache = coming.take(self._cache)
+        if coming.restored is not None:
+            self._live.gate.note_restore(coming.restored)

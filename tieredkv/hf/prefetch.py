@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Prefetch:
         self._num_held = own.num_tokens if own is not None else 0
         self._cancelled = threading.Event()
         self.restored: Restored | None = None
+        self._began = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="tieredkv-prefetch", daemon=True)
         self._thread.start()
 
@@ -40,6 +42,11 @@ class Prefetch:
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it began."""
+        return time.perf_counter() - self._began
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +65,7 @@ class Prefetch:
             self._thread.join()
 
     def take(self, own: CapturingCache | None) -> CapturingCache | None:
-        """Whichever cache reaches further, waiting for this one: it is on its way, and another would be later."""
+        """Whichever cache reaches further, waiting for this one."""
         self._thread.join()
         return self._cache if self.num_tokens > (own.num_tokens if own is not None else 0) else own
 

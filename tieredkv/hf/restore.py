@@ -39,9 +39,9 @@ def restore(
     """Fill the empty `cache` with the longest restorable prefix of `tokens`, at least one token short of it.
 
     Args:
-        at_most: no more than so many tokens of it.
         num_new: tokens that will follow `tokens`, if that is known: full layers get room for all of them, so
             that no forward copies what is restored.
+        at_most: restore no more tokens than these.
     """
     assert cache.num_tokens == 0, f"a restore goes into an empty cache, this one holds {cache.num_tokens}"
     began = time.perf_counter()
