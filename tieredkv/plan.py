@@ -155,10 +155,12 @@ def stranded(
         below = list(table.children(row)) if lacks_full(table, layout_of(row), row) else []
         while below:
             here = below.pop()
+            if here in gone:  # with all that is below it
+                continue
             below.extend(table.children(here))
             (held if table.is_held(here) else gone)[here] = None
         above = row
-        while above >= 0:
+        while above >= 0 and above not in gone:  # else it was gone upward from there before
             below = [child for child in table.children(above) if child not in gone]
             if is_restorable(table, layout_of(above), above) or not all(
                 is_bare(table, child) for child in below
