@@ -211,7 +211,10 @@ def test_windows_are_recomputed_whole_and_restored_whole(tmp_path: Path) -> None
     assert [e.by_tier for e in place.resume(range(5))] == [{"disk": FOUND}] * 5
 
 
-def test_a_disk_that_does_not_answer_in_time_counts_for_as_slow_as_that(place: Place) -> None:
+def test_a_disk_that_does_not_answer_in_time_counts_for_as_slow_as_that(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.mover._READS_OFF_S", 3600.0)  # it is left alone for the rest of this test
     place.fill(4)
     place.fs.wait_s = 1.5
     with place.opened(deadline_s=0.3) as kv:
