@@ -60,10 +60,9 @@ def main(
             status.update(f"transformers {minor}")
             try:
                 packages = environments.environment(minor, folder)
-                for some in _cells(packages, [f.name for f in families], [o.name for o in operations], jobs):
-                    found = cells.in_order([*found, *some])
-                    for cell in some:
-                        console.print(report.line(cell), style="dim", markup=False, highlight=False)
+                for cell in _cells(packages, [f.name for f in families], [o.name for o in operations], jobs):
+                    found = cells.in_order([*found, cell])
+                    console.print(report.line(cell), style="dim", markup=False, highlight=False)
                     if markdown:  # what is done outlives a run that is cut off
                         section.write_section(_README, section.section(found))
             except environments.ChildFailed as error:
@@ -80,14 +79,14 @@ def main(
 
 def _cells(
     packages: Path | None, families: Sequence[str], operations: Sequence[str], jobs: int
-) -> Iterator[list[Cell]]:
+) -> Iterator[Cell]:
     """All cells of one release, as they come."""
     if jobs:
         yield from environments.run_all(packages, families, operations, jobs)
         return
     rows, columns = cells.chosen(families, operations)
     for row in rows:
-        yield from ([cell] for cell in cells.cells_of(row, columns))
+        yield from cells.cells_of(row, columns)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def test_an_error_that_is_not_the_one_of_transformers_is_wrong(monkeypatch: pyte
 
     monkeypatch.setattr(Scene, "say", fail)
     families, operations = cells.chosen(["Mamba"], ["draft"])
-    assert "stateful" in str(cells.raised_by_stock(families[0], operations[0]))
+    assert "stateful" in cells.failure_of_stock(families[0], operations[0])
     cell = row("Mamba", "draft")["draft-model decoding"]
     assert (cell.verdict, cell.reason) == (WRONG, "RuntimeError: something else")
 
@@ -191,6 +191,14 @@ def test_an_environment_is_made_once(tmp_path: Path) -> None:
     assert environments.environment(environments.installed(), tmp_path) is None
     (tmp_path / "transformers-5.20").mkdir()
     assert environments.environment("5.20", tmp_path) == tmp_path / "transformers-5.20"
+
+
+def test_processes_hand_on_cells_as_they_come_and_one_that_fails_is_heard() -> None:
+    names = ["Llama", "Mistral, sliding", "Qwen3"]
+    found = list(environments.run_all(None, names, ["fork"], num_jobs=2))
+    assert sorted((cell.family, cell.verdict) for cell in found) == [(name, EXACT) for name in sorted(names)]
+    with pytest.raises(environments.ChildFailed, match="nothing is called 'nonsense'"):
+        list(environments.run_all(None, ["nonsense"], ["fork"], num_jobs=1))
 
 
 def test_fake_devices_refuse_what_real_ones_refuse() -> None:

@@ -57,7 +57,7 @@ def _verdict(
 ) -> Finding:
     if different:
         return Finding(WRONG, error, different)
-    limit = most_error(scene, logits)
+    limit = most_error(scene.model, logits)
     if not error <= limit:
         if depends_on_cuts(scene):
             return Finding(REFUSED, error, _DEPENDS, by_transformers=True)
@@ -68,9 +68,9 @@ def _verdict(
     return Finding(CHECKPOINT, error, f"{num_reused} of {boundary} tokens, the rest recomputed")
 
 
-def most_error(scene: Scene, logits: Sequence[torch.Tensor]) -> float:
-    """The largest difference allowed from the run as it was."""
-    if scene.model.dtype == torch.float32:
+def most_error(model: Any, logits: Sequence[torch.Tensor]) -> float:
+    """The largest difference allowed between these and those of the same tokens in other calls."""
+    if model.dtype == torch.float32:
         return MOST_FP32
     return MOST_BF16_SHARE * max(part.abs().max().item() for part in logits)
 
@@ -86,7 +86,7 @@ def depends_on_cuts(scene: Scene) -> bool:
         last = stock.forward_in_steps(ids[:, cut:], num_asked=1)[-1].logits
         return (last[:, -1].double() - whole[:, -1].double()).abs().max().item()
 
-    return all(apart(cut) > most_error(scene, [whole]) for cut in _CUTS)
+    return all(apart(cut) > most_error(scene.model, [whole]) for cut in _CUTS)
 
 
 def judge_later(scene: Scene, history: Sequence[Turn], turn: Turn) -> Finding:

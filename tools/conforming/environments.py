@@ -7,17 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import Queue
 
 import transformers
 
 import tieredkv
 
-from .verdict import Cell
+from .verdict import CELL, Cell
 
-_TOOL = Path(__file__).parents[1] / "conformance.py"
+_TOOLS = Path(__file__).parents[1]
 
 
 class ChildFailed(Exception):
@@ -54,28 +56,56 @@ def environment(minor: str, folder: Path) -> Path | None:
 
 def run_all(
     packages: Path | None, families: Sequence[str], operations: Sequence[str], num_jobs: int
-) -> Iterator[list[Cell]]:
-    """The rows of families as they come, each family in a process of its own, so many at once.
+) -> Iterator[Cell]:
+    """The cells of families as they come; the families are dealt to so many processes.
 
     Raises:
-        ChildFailed: a process ended without a result.
+        ChildFailed: a process ended before its last cell.
     """
-    pool = ThreadPoolExecutor(num_jobs)
+    dealt = [part for n in range(num_jobs) if (part := families[n::num_jobs])]
+    found: Queue[Cell | ChildFailed | None] = Queue()
+    children = [_start(packages, part, operations) for part in dealt]
     try:
-        jobs = [pool.submit(_run, packages, family, operations) for family in families]
-        for job in as_completed(jobs):
-            yield job.result()
+        for child in children:
+            threading.Thread(target=_read, args=(child, found), daemon=True).start()
+        num_running = len(children)
+        while num_running:
+            cell = found.get()
+            if isinstance(cell, ChildFailed):
+                raise cell
+            if cell is None:
+                num_running -= 1
+            else:
+                yield cell
     finally:
-        pool.shutdown(cancel_futures=True)
+        for child in children:
+            child.kill()
+            child.wait()
 
 
-def _run(packages: Path | None, family: str, operations: Sequence[str]) -> list[Cell]:
-    named = [option for name in operations for option in ("--operation", name)]
-    command = [sys.executable, str(_TOOL), "--json", "--jobs", "0", "--family", family, *named]
-    done = subprocess.run(command, capture_output=True, text=True, env=_surroundings(packages))
-    if done.returncode not in (0, 1) or not done.stdout.strip():
-        raise ChildFailed(f"{family}: {done.stderr.strip()[-2000:]}")
-    return [Cell(**cell) for cell in json.loads(done.stdout.splitlines()[-1])["cells"]]
+def _start(
+    packages: Path | None, families: Sequence[str], operations: Sequence[str]
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from conforming import cells; cells.main()"]
+    job = json.dumps([list(families), list(operations)])
+    surroundings = _surroundings(packages)
+    pipe, together = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.Popen(
+        [*command, job], stdout=pipe, stderr=together, text=True, cwd=_TOOLS, env=surroundings
+    )
+
+
+def _read(child: subprocess.Popen[str], found: Queue[Cell | ChildFailed | None]) -> None:
+    """Hand on the cells that `child` prints, one a line among whatever else it says."""
+    assert child.stdout is not None
+    said: deque[str] = deque(maxlen=20)
+    for line in child.stdout:
+        if line.startswith(CELL):
+            found.put(Cell(**json.loads(line.removeprefix(CELL))))
+        else:
+            said.append(line)
+    failed = child.wait() != 0
+    found.put(ChildFailed("".join(said).strip() or f"exit status {child.returncode}") if failed else None)
 
 
 def _surroundings(packages: Path | None) -> dict[str, str]:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 EXACT, CHECKPOINT, REFUSED, WRONG, ABSENT = "exact", "checkpoint", "refused", "wrong", "absent"
+CELL = "cell: "
+"""How a line begins by which a process hands on a cell."""
 _WORST_FIRST = (WRONG, REFUSED, CHECKPOINT, EXACT)
 
 
