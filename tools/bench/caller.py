@@ -19,12 +19,15 @@ from .child import Say
 from .figures import Figure, at_least, at_most, shown, unmeasured
 from .plan import Plan
 from .scratch import tidied, try_job
-from .transfer import BLOCK_SIZE, Size
+from .transfer import Size, copy_in_s
 
 MAX_STALL_PERCENT = 3.0
 MIN_DECODE = 0.9
 _PROMPT = Size(2 * MiB, 64)
-_SPILLED = Size(2 * MiB, 256)
+_SPILLED, _QUICK_SPILLED = Size(2 * MiB, 256), Size(2 * MiB, 96)
+_NUM_HELD = 4
+"""Prompts that the device tier holds while stores are timed: `store` takes a quarter of the tier at a time."""
+
 _WAIT_S = 120.0
 
 
@@ -35,7 +38,8 @@ def measure(plan: Plan) -> Iterator[Figure]:
     yield stall_figure(found)
     plan.progress.say("decoding while blocks spill")
     with tidied(plan.root / "decode") as path:
-        found = try_job(decode, path=path, rounds=plan.rounds, **vars(_SPILLED))
+        size = _QUICK_SPILLED if plan.quick else _SPILLED
+        found = try_job(decode, path=path, rounds=plan.rounds, **vars(size))
     yield from decode_figures(found)
 
 
@@ -45,17 +49,20 @@ def measure(plan: Plan) -> Iterator[Figure]:
 def stall(say: Say, path: str, rounds: int, **size: int) -> dict[str, Any]:
     """Seconds in `store` of a new prompt, of its one copy alone, and until all of it is on disk.
 
-    Memory for two prompts and a little, so that each store takes slots that were used before and whose
-    blocks are on disk already.
+    Memory for some prompts, so that each store takes slots that were used before and whose blocks are on disk
+    already.
     """
     of = Size(**size)
-    layout, kv = of.layout(), workload.kv(0, of.num_tokens, of.layout())
+    kv = workload.kv(0, of.num_tokens, of.layout())
     pool = torch.ones(of.num_parts, of.part_nbytes, dtype=torch.uint8)
-    config = replace(of.config(rounds + 3, "direct"), spill="eager", device_nbytes=5 * of.nbytes // 2)
+    num_chains = rounds + _NUM_HELD + 2
+    config = replace(
+        of.config(num_chains, "direct"), spill="eager", device_nbytes=(2 * _NUM_HELD + 1) * of.nbytes // 2
+    )
     store_s, copy_s, disk_s = [], [], []
     with tieredkv.open(path, config) as cache:
-        space = cache.namespace(workload.IDENTITY, layout)
-        for chain in range(rounds + 3):
+        space = cache.namespace(workload.IDENTITY, of.layout())
+        for chain in range(num_chains):
             ids = of.prompt(chain)
             began = time.perf_counter()
             stored = space.store(ids, kv)
@@ -66,16 +73,9 @@ def stall(say: Say, path: str, rounds: int, **size: int) -> dict[str, Any]:
             if not cache.flush(_WAIT_S).ok:
                 raise RuntimeError(f"chain {chain} was not spilled")
             store_s.append(returned - began)
-            copy_s.append(min(_copy_s(layout, pool, kv, of) for _ in range(2)))
+            copy_s.append(min(copy_in_s(of, pool, kv) for _ in range(2)))
             disk_s.append(whole - copy_s[-1])  # it begins while `store` still copies
-    return {"store_s": store_s[3:], "copy_s": copy_s[3:], "disk_s": disk_s[3:]}
-
-
-def _copy_s(layout: tieredkv.BlockLayout, pool: torch.Tensor, kv: Any, of: Size) -> float:
-    began = time.perf_counter()
-    for target, tensor in zip(layout.views(pool, 0).values(), kv[0], strict=True):
-        target.copy_(tensor.unflatten(1, (of.num_parts, BLOCK_SIZE)).movedim(1, 0))
-    return time.perf_counter() - began
+    return {"store_s": store_s[-rounds:], "copy_s": copy_s[-rounds:], "disk_s": disk_s[-rounds:]}
 
 
 def stall_figure(found: dict[str, Any] | str) -> Figure:
@@ -97,17 +97,19 @@ def stall_figure(found: dict[str, Any] | str) -> Figure:
 
 
 def decode(say: Say, path: str, rounds: int, **size: int) -> dict[str, Any]:
-    """Tokens a second of a stand-in for decoding, alone and while a stored prompt goes to disk."""
+    """Tokens a second of a stand-in for decoding, alone and while the prompt that was just stored goes to disk.
+
+    As in a session: blocks spill in the background, and each forward is announced before it begins.
+    """
     of = Size(**size)
-    kv, step = workload.kv(0, of.num_tokens, of.layout()), Decoder()
+    kv = workload.kv(0, of.num_tokens, of.layout())
     idle, busy, moved_s = [], [], []
-    with tieredkv.open(path, of.config(rounds + 1, "direct")) as cache:
+    with tieredkv.open(path, replace(of.config(rounds + 1, "direct"), spill="eager")) as cache:
         space = cache.namespace(workload.IDENTITY, of.layout())
+        step = Decoder(space)
         for chain in range(rounds + 1):
-            if space.store(of.prompt(chain), kv).num_new != of.num_parts:
-                raise RuntimeError(f"chain {chain} was not taken")
             before = step.rate(seconds=0.5)
-            spilled = _Spilling(cache)
+            spilled = _Spilling(space.store(of.prompt(chain), kv))
             during = step.rate(until=spilled.done)
             seconds = spilled.join()
             after = step.rate(seconds=0.5)
@@ -121,7 +123,8 @@ def decode(say: Say, path: str, rounds: int, **size: int) -> dict[str, Any]:
 class Decoder:
     """One token at a time through as many weights as a small model has, in products of a matrix and a vector."""
 
-    def __init__(self) -> None:
+    def __init__(self, space: tieredkv.Namespace) -> None:
+        self._space = space
         self._layers = [torch.ones(2048, 1024) for _ in range(24)]
         self._token = torch.ones(1024)
 
@@ -129,25 +132,27 @@ class Decoder:
         """Tokens a second for `seconds`, or until an event."""
         began, count = time.perf_counter(), 0
         while (taken := time.perf_counter() - began) < seconds and not (until and until.is_set() and count):
+            self._space.pace.forward_begins()
             for layer in self._layers:
                 torch.mv(layer, self._token)
+            self._space.pace.forward_ends()
             count += 1
         return count / taken
 
 
 class _Spilling:
-    """A flush in a thread of its own."""
+    """Waits in a thread of its own until a stored prompt is on disk."""
 
-    def __init__(self, cache: tieredkv.TieredCache) -> None:
+    def __init__(self, stored: tieredkv.Stored) -> None:
         self.done = threading.Event()
-        self._cache, self._seconds, self._ok = cache, 0.0, False
+        self._stored, self._seconds, self._ok = stored, 0.0, False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         began = time.perf_counter()
         try:
-            self._ok = self._cache.flush(_WAIT_S).ok
+            self._ok = self._stored.wait(_WAIT_S)
         finally:
             self._seconds = time.perf_counter() - began
             self.done.set()

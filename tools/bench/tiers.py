@@ -80,7 +80,7 @@ def _row(seconds: Sequence[float], size: Size) -> tuple[float, ...]:
 
 
 def memory(plan: Plan) -> Iterator[Figure | Sheet]:
-    size = Size(_PART_NBYTES, 32 if plan.quick else 64)
+    size = Size(_PART_NBYTES, 64)
     plan.progress.say("copies between host and device tier")
     with tidied(plan.root / "moves") as path:
         found = try_job(moves.memory, path=path, rounds=2 * plan.rounds, **vars(size))

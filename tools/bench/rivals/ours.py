@@ -37,7 +37,7 @@ class Durable:
         if found:
             self.read()  # touches the device memory
         else:
-            self._spill_one()
+            self._touch()
 
     def fresh(self) -> float:
         """The first chain, timed; and two more, so that a chain to be loaded has left the device tier."""
@@ -92,12 +92,10 @@ class Durable:
             raise RuntimeError(f"chain {chain} did not reach the disk: {cache.stats().counters}")
         return time.perf_counter() - began
 
-    def _spill_one(self) -> None:
-        """A block that nobody asks for, so that whatever the first call makes is there."""
-        num_tokens = self._size.num_tokens // self._size.num_parts
-        self._space.store(
-            workload.tokens(_OTHER_CHAIN, num_tokens), workload.kv(0, num_tokens, self._layout)
-        ).wait(_WAIT_S)
+    def _touch(self) -> None:
+        """A chain that nobody asks for: memory is touched, as everybody's is, and the first call is made."""
+        if not self._space.store(self._size.prompt(_OTHER_CHAIN), self._kv).wait(_WAIT_S):
+            raise RuntimeError(f"the disk takes nothing: {self._cache.stats().counters}")
 
     def _settle(self, cache: tieredkv.TieredCache, stored: tieredkv.Stored) -> bool:
         return cache.flush(_WAIT_S).ok
