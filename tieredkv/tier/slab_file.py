@@ -55,6 +55,7 @@ class SlabFile:
         self._chunk_span = chunk_span
         self._wants_direct = disk_io == "direct"
         self._lock = threading.Lock()
+        self._space_lock = threading.Lock()
         self._num_users = 0
         self._file: File | None = None
         self._map: mmap.mmap | None = None
@@ -140,13 +141,22 @@ class SlabFile:
             OSError: there is no space; nothing is changed but an empty file.
         """
         self.refuse_if_failed()
+        wanted = set(chunks)
         with self._lock:
             file = self._opened_for_writing()
-            for run in _runs(sorted(set(chunks) - self.chunks)):
-                (first, _), (last, nbytes) = self.portion(run[0]), self.portion(run[-1])
-                file.allocate(first, last + nbytes - first)
-                self.chunks |= set(run)
-                self.dirty = True
+            if wanted <= self.chunks:
+                return
+            self._num_users += 1
+        try:
+            with self._space_lock:  # finding space can take long, and who reads does not wait for it
+                for run in _runs(sorted(wanted - self.chunks)):
+                    (first, _), (last, nbytes) = self.portion(run[0]), self.portion(run[-1])
+                    file.allocate(first, last + nbytes - first)
+                    self.chunks |= set(run)
+                    self.dirty = True
+        finally:
+            with self._lock:
+                self._num_users -= 1
 
     def write(self, file: File, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:
         """Write through `file` (from `use`). Counts as written only if the slab has not failed meanwhile."""
@@ -175,13 +185,13 @@ class SlabFile:
 
     def punch(self, chunk: int) -> None:
         """Give back the space of what lies here of a chunk of the pool."""
-        with self.use() as file:
+        with self._space_lock, self.use() as file:
             offset, nbytes = self.portion(chunk)
             nbytes = min(nbytes, file.nbytes() - offset)
             if nbytes > 0:
                 self.dirty = True
                 file.punch(offset, nbytes)
-        self.chunks -= {chunk}
+            self.chunks -= {chunk}
 
     def sync(self) -> bool:
         """Make what was written durable; False if that failed, which is final."""
