@@ -261,6 +261,7 @@ class Room:
             parts = parts[: len(slots)]
             with self._lock:
                 sources = table.slot[Tier.DEVICE, parts.groups, parts.rows].astype(np.int64)
+            slots[np.argsort(sources)] = np.sort(slots)  # in the same order: few copies, and large ones
             copy_slots(device.stream, part_nbytes, device, sources, host, slots)
             await_copies(device, self._deadline_s, self._counters)
             with self._lock:

@@ -228,5 +228,10 @@ def test_slots_are_copied_in_runs_that_are_runs_in_both_tiers() -> None:
     for number, place in enumerate(places.tolist()):
         assert (other.parts(PAGE, place, 1) == number).all()
     copy_slots(stream, PAGE, one, slots[:0], other, places[:0])
+    other.buffer.zero_()
+    copy_slots(stream, PAGE, one, slots[::-1], other, places[::-1])
+    assert stream.num_copies == 6, "in whatever order they are named"
+    for number, place in enumerate(places.tolist()):
+        assert (other.parts(PAGE, place, 1) == number).all()
     one.close()
     other.close()

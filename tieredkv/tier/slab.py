@@ -480,5 +480,6 @@ def _array_of(buffer: memoryview | mmap.mmap | None) -> npt.NDArray[np.uint8]:
 
 
 def _all_aligned(headers: Headers, parts: Sequence[memoryview]) -> bool:
-    arrays = (headers, *(_array_of(part) for part in parts))
+    # bytes: of records, numpy would describe every field to say where they lie
+    arrays = (headers.view(np.uint8), *(_array_of(part) for part in parts))
     return all(address_of(array) % PAGE_NBYTES == 0 for array in arrays)

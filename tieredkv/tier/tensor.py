@@ -161,6 +161,8 @@ def copy_slots(
     stream: CopyStream, part_nbytes: int, source: TensorTier, slots: Slots, target: TensorTier, places: Slots
 ) -> None:
     """Queue a copy of `source`'s slots to `target`'s, in one piece wherever both lie end to end."""
+    order = np.argsort(slots)
+    slots, places = slots[order], places[order]
     starts = {0, *_ends(source, part_nbytes, slots), *_ends(target, part_nbytes, places)}
     for at, end in pairwise(sorted(starts)):
         stream.copy(
