@@ -62,12 +62,17 @@ class Sample(NamedTuple):
 
 
 class PrefillSpeed:
-    """Seconds of forwards by length and place. Of each power of two of lengths the last few are remembered."""
+    """Seconds of forwards by length and place. Of each power of two of lengths the last few are remembered.
+
+    Attributes:
+        is_warm: whether this process has had its first forward, which pays for what every process pays once: it
+            counts only while there is no other.
+    """
 
     def __init__(self, samples: Iterable[Sequence[float]] = ()) -> None:
         self._by_size: dict[int, deque[Sample]] = {}
         self._cold: Sample | None = None
-        self._is_warm = False
+        self.is_warm = False
         self._shares: Floats = np.zeros(3)
         for start, num_tokens, seconds in samples:
             self._keep(Sample(int(start), int(num_tokens), seconds))
@@ -79,12 +84,12 @@ class PrefillSpeed:
         return [sample for kept in self._by_size.values() for sample in kept]
 
     def note(self, samples: Sequence[Sample]) -> None:
-        """The first forward of a process pays for what every process pays once: it counts while there is no other."""
+        """Learn from forwards, the earliest first."""
         for sample in samples:
-            if self._is_warm:
+            if self.is_warm:
                 self._keep(sample)
             else:
-                self._is_warm, self._cold = True, sample
+                self.is_warm, self._cold = True, sample
         if samples:
             self._fit()
 

@@ -377,6 +377,16 @@ def test_what_failed_its_check_teaches_nothing(chat: ChatModel) -> None:
     assert not gate._speeds.restores["disk"].samples
 
 
+def test_the_next_opening_in_a_process_learns_from_its_first_forward(tmp_path: Path) -> None:
+    place = Place(tmp_path / "store", llama(num_hidden_layers=3))
+    for num_opened in range(3):
+        place.fill(1)
+        with place.opened() as kv:
+            assert len(place.chat(kv)._live.gate._speeds.prefill.samples) == num_opened
+            for space in list(kv._spaces.values()):
+                kv.purge(space)
+
+
 def test_another_number_of_threads_is_another_device(tmp_path: Path) -> None:
     place = Place(tmp_path / "store", llama())
     place.fill(4)

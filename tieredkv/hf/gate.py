@@ -38,6 +38,8 @@ log = logging.getLogger("tieredkv.hf")
 
 _TRY_EVERY = 8
 """Of so many times that computing would win one loads all the same."""
+_WARM: set[Key] = set()
+"""What this process has had a first forward of, in whatever store."""
 _FAILED = (str(Reason.CORRUPT), str(Reason.SUPERSEDED), str(Reason.UNWRITTEN))
 
 
@@ -93,6 +95,7 @@ class Gate:
         self._is_new = False
         self._writer: threading.Thread | None = None
         self._speeds = self._read_in_time().get(self._key) or Speeds()
+        self._speeds.prefill.is_warm = self._key in _WARM
 
     # What to do
 
@@ -171,6 +174,8 @@ class Gate:
         with self._lock:
             self._is_new |= bool(samples)
             self._speeds.prefill.note(samples)
+            if samples:
+                _WARM.add(self._key)
 
     def note_restore(self, got: Restored, hit: Lookup | None = None, choice: Choice | None = None) -> None:
         """Learn from a restore.
