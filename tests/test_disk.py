@@ -36,6 +36,7 @@ from tieredkv.cache import TieredCache, open_cache
 from tieredkv.disk import shares
 from tieredkv.errors import DamagedStore, PathUnusable, SessionError
 from tieredkv.machine import resolve
+from tieredkv.outcomes import Tier
 
 
 class Fault:
@@ -54,6 +55,26 @@ class Fault:
             self.num_calls += 1
             if self.first < self.num_calls <= self.last:
                 raise OSError(self.code, os.strerror(self.code), path)
+
+
+def test_space_for_a_long_spill_is_found_at_once(tmp_path: Path) -> None:
+    """To find some, the system waits for every write under way in that file: not for each chunk again."""
+    found: list[str] = []
+    fs = HookedFs(lambda operation, path: found.append(path) if operation == "allocate" else None)
+    sizes = {"device_nbytes": "32MiB", "host_nbytes": 0, "disk_nbytes": "96MiB", "spill": "evict"}
+    with opened(tmp_path, fs=fs, **sizes) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        for seed in range(12):
+            store(space, prompt(seed, 160 * SIZE))
+        assert kv.flush().ok
+        assert kv.stats().tiers[-1].live_nbytes > 3 * kv._residents[Tier.DISK].arena.chunk_nbytes
+        assert len([path for path in found if "/slabs/" in path]) == 1
+        kv.check()
+    with opened(tmp_path, **sizes) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        for seed in range(12):
+            assert load_checked(space, prompt(seed, 160 * SIZE + 1)) == (160 * SIZE, Reason.COMPLETE)
+        assert directory_nbytes(tmp_path) <= 96 << 20
 
 
 def fill(kv: TieredCache, seeds: range, layout: str = "mixed") -> None:

@@ -6,10 +6,11 @@ slot that a drop gives up is free only after that drop is applied.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -84,7 +85,7 @@ class _Wanted:
 
     digests: Digests
     groups: npt.NDArray[np.int64]
-    nbytes: int
+    num_by_stride: Counter[int]
     spilling: Spilling
 
 
@@ -131,7 +132,7 @@ class Spiller:
         self._off_until = 0.0
         self._in_flight: dict[tuple[int, int], list[Spilling]] = {}
         self._queue: deque[_Wanted] = deque()
-        self._queue_nbytes = 0
+        self._num_queued: Counter[int] = Counter()  # parts by stride
         self._num_busy = 0
         self._closing = False
         self._wake = threading.Condition()
@@ -160,22 +161,29 @@ class Spiller:
         `all_of_them` is for a flush, which asks for what was let be, and waits.
         """
         spilling, pieces = self._pieces(Parts(rows, groups))
-        nbytes = sum(piece.nbytes for piece in pieces)
+        nbytes = sum(stride * n for piece in pieces for stride, n in piece.num_by_stride.items())
         with self._wake:
-            is_full = self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue and not all_of_them
+            is_full = self._queue_nbytes() + nbytes > _QUEUE_NBYTES and self._queue and not all_of_them
             if self._closing or is_full:
                 self._counters.add("spill_queue_full_parts", len(rows))
                 spilling.ended(len(pieces), failed=True)
                 return spilling
             self._queue.extend(pieces)
-            self._queue_nbytes += nbytes
+            self._count_queued(pieces)
             self._wake.notify_all()
         return spilling
 
+    def _count_queued(self, pieces: Sequence[_Wanted]) -> None:
+        for piece in pieces:
+            self._num_queued.update(piece.num_by_stride)
+
+    def _queue_nbytes(self) -> int:
+        return sum(stride * count for stride, count in self._num_queued.items())
+
     def _pieces(self, parts: Parts) -> tuple[Spilling, list[_Wanted]]:
         """One request in batches, so that several workers serve it at once (lock held)."""
-        nbytes = self._resident.strides_of(parts)
-        cuts = np.flatnonzero(np.diff(np.cumsum(nbytes) // _BATCH_NBYTES)) + 1
+        strides = self._resident.strides_of(parts)
+        cuts = np.flatnonzero(np.diff(np.cumsum(strides) // _BATCH_NBYTES)) + 1
         edges = [0, *cuts.tolist(), len(parts)]
         spilling = Spilling()
         spilling.began(len(edges) - 2)
@@ -183,7 +191,7 @@ class Spiller:
             _Wanted(
                 self._table.digest[parts.rows[at:end]],
                 parts.groups[at:end],
-                int(nbytes[at:end].sum()),
+                Counter(strides[at:end].tolist()),
                 spilling,
             )
             for at, end in pairwise(edges)
@@ -199,7 +207,7 @@ class Spiller:
             if self._closing:
                 return
             self._queue.extendleft(reversed(pieces))
-            self._queue_nbytes += sum(piece.nbytes for piece in pieces)
+            self._count_queued(pieces)
             self._wake.notify_all()
         with self._pace.hurry():
             spilling.wait(max(0.0, until - time.monotonic()))
@@ -286,7 +294,7 @@ class Spiller:
                 if self._closing:
                     return
                 wanted = self._queue.popleft()
-                self._queue_nbytes -= wanted.nbytes
+                self._num_queued.subtract(wanted.num_by_stride)
                 self._num_busy += 1
             done, began = False, time.monotonic()
             try:
@@ -327,6 +335,7 @@ class Spiller:
         return [(size, parts[sizes == size]) for size in np.unique(sizes).tolist()]
 
     def _spill_batch(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
+        self._find_space(part_nbytes, len(rows))
         slots = self.reserve(part_nbytes, len(rows), time.monotonic() + self._deadline_s)
         if len(slots) < len(rows):
             self._counters.add("spill_no_space_parts", len(rows) - len(slots))
@@ -345,6 +354,21 @@ class Spiller:
             return
         self.trouble = None
         self._log_put(part_nbytes, rows, groups, slots, headers, checksums)
+
+    def _find_space(self, part_nbytes: int, count: int) -> None:
+        """Disk space for so many parts and for those queued behind them, at once, as far as the budget goes.
+
+        For the system to find it, every write under way in that file must end: chunk by chunk, a long spill would
+        stand still again and again.
+        """
+        stride = part_nbytes + SLOT_HEADER_NBYTES
+        with self._wake:
+            num_wanted = count + self._num_queued[stride]
+        with self._lock:
+            chunks = self._resident.arena.take_chunks(stride, num_wanted)
+        if chunks:
+            with contextlib.suppress(OSError):  # the write meets it too, and says it
+                self._store.reserve(part_nbytes, chunks)
 
     def _gather(
         self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]

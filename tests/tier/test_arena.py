@@ -84,6 +84,16 @@ def test_pools_on_disk_number_their_own_chunks() -> None:
     arena.check()
 
 
+def test_chunks_are_taken_ahead_as_far_as_the_budget_goes() -> None:
+    arena = make(40, 8, shared=False)
+    assert arena.allocate(PAGE, 3).tolist() == [0, 1, 2]
+    assert arena.take_chunks(PAGE, 5) == [], "so many are free"
+    assert arena.take_chunks(PAGE, 20) == [1, 2] and arena.num_live(PAGE) == 3
+    assert arena.allocate(PAGE, 21).tolist() == list(range(3, 24)) and arena.used_nbytes == 24 * PAGE
+    assert arena.take_chunks(2 * PAGE, 100) == [0, 1] and arena.used_nbytes == 40 * PAGE
+    arena.check()
+
+
 def test_chunks_on_disk_are_packed_whole_slots() -> None:
     arena = make(20, 8, shared=False)
     assert arena.slots_per_chunk(3 * PAGE) == 2 and arena.chunk_span(3 * PAGE) == 6 * PAGE

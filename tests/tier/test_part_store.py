@@ -223,6 +223,16 @@ def test_released_chunks_are_gone_and_their_neighbours_are_not(bench: Bench) -> 
     assert bench.get(PAGE, range(8, 16), expected) == ([Verdict.OK] * 8, payloads)
 
 
+def test_space_found_before_is_written_to(bench: Bench) -> None:
+    bench.store.reserve(PAGE, [0, 1, 3])  # 8 slots a chunk
+    if bench.kind != "lmdb":
+        assert bench.store.allocated_nbytes == 3 * 64 * KiB
+    expected, payloads = bench.put(PAGE, [2, 9, 25])
+    assert bench.get(PAGE, [2, 9, 25], expected) == ([Verdict.OK] * 3, payloads)
+    if bench.kind != "lmdb":
+        assert bench.store.allocated_nbytes == 3 * 64 * KiB
+
+
 def test_blanked_slots_hold_no_old_byte(bench: Bench) -> None:
     expected, payloads = bench.put(300 * PAGE, range(3))
     bench.store.blank(300 * PAGE, [1, 50])

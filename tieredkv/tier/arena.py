@@ -194,16 +194,19 @@ class Arena:
 
         The pool's own free slots come first, then free chunks.
         """
-        per_chunk = self.slots_per_chunk(stride_nbytes)
-        if count <= 0 or per_chunk == 0:
+        if count <= 0 or self.slots_per_chunk(stride_nbytes) == 0:
             return np.empty(0, np.int64)
-        pool = self._pool(stride_nbytes)
-        short = count - pool.num_free
-        if short > 0:
-            num_chunks = min(-(-short // per_chunk), self._num_free_chunks(stride_nbytes))
-            for chunk in pool.numbers.take_lowest(num_chunks):
-                self._add(pool, stride_nbytes, chunk)
-        return pool.take(count)
+        self.take_chunks(stride_nbytes, count)
+        return self._pool(stride_nbytes).take(count)
+
+    def take_chunks(self, stride_nbytes: int, num_free: int) -> list[int]:
+        """Chunks for a pool until it has so many free slots, as far as the budget goes; returns the new ones."""
+        per_chunk, pool = self.slots_per_chunk(stride_nbytes), self._pool(stride_nbytes)
+        num_chunks = -(-max(0, num_free - pool.num_free) // per_chunk)
+        chunks = pool.numbers.take_lowest(min(num_chunks, self._num_free_chunks(stride_nbytes)))
+        for chunk in chunks:
+            self._add(pool, stride_nbytes, chunk)
+        return chunks
 
     def free(self, stride_nbytes: int, slots: npt.ArrayLike) -> list[tuple[int, int]]:
         """These slots are free again. Returns the `(stride, chunk)` pairs that went back to the budget."""

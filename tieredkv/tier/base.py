@@ -83,6 +83,14 @@ class PartStore(Protocol):
         """What the store takes from the disk, holes not counted."""
         ...
 
+    def reserve(self, part_nbytes: int, chunks: Sequence[int]) -> None:
+        """Find disk space for whole chunks; what `write` finds itself where this was not asked.
+
+        Raises:
+            OSError: there may be less.
+        """
+        ...
+
     def write(
         self,
         part_nbytes: int,

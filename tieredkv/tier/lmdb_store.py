@@ -85,6 +85,9 @@ class LmdbStore:
     def allocated_nbytes(self) -> int:
         return self._fs.file_nbytes(f"{self._path}/{PAYLOAD_NAME}")
 
+    def reserve(self, part_nbytes: int, chunks: Sequence[int]) -> None:
+        """LMDB finds its space page by page."""
+
     def write(
         self, part_nbytes: int, slots: npt.ArrayLike, headers: Headers, payloads: Sequence[memoryview]
     ) -> npt.NDArray[np.uint64]:

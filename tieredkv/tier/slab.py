@@ -127,6 +127,11 @@ class SlabStore:
         with self._lock:
             return any(slab.refuses_direct for slab in self._slabs.values())
 
+    def reserve(self, part_nbytes: int, chunks: Sequence[int]) -> None:
+        per_chunk = self._geometry.slots_per_chunk(SLOT_HEADER_NBYTES + part_nbytes)
+        slots = [np.arange(chunk * per_chunk, (chunk + 1) * per_chunk) for chunk in chunks]
+        self._reserve(part_nbytes, self._pieces(part_nbytes, _joined(slots)))
+
     def write(
         self, part_nbytes: int, slots: npt.ArrayLike, headers: Headers, payloads: Sequence[memoryview]
     ) -> npt.NDArray[np.uint64]:
