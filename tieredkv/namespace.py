@@ -321,7 +321,6 @@ class Namespace:
             new = rows[missing.any(axis=0)]
             for resident in core.residents.values():
                 resident.settle(new)
-            spilling = self._spill(rows[:taken]) if core.eager else None
             digests = core.table.digest[rows[:taken]]
             core.table.uses[rows] -= 1
             if taken < len(rows):
@@ -329,6 +328,7 @@ class Namespace:
             self._drop_broken(rows[:taken], boundaries)
             core.table.free_if_empty(rows)
             core.look_again()
+            spilling = self._spill(rows[:taken]) if core.eager else None
             core.lock.notify_all()
 
         def commit_now(timeout_s: float | None) -> bool:

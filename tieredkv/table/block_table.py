@@ -251,10 +251,10 @@ class BlockTable:
                 following = int(self.next_sibling[child])
                 self.parent[child] = self.next_sibling[child] = self.prev_sibling[child] = -1
                 child = following
-            for name, (_, empty) in _ROW_COLUMNS.items():
-                getattr(self, name)[row] = empty
             self.tokens.pop(row, None)
-            self._free.append(row)
+        for name, (_, empty) in _ROW_COLUMNS.items():
+            getattr(self, name)[rows] = empty
+        self._free.extend(rows.tolist())
         self.slot[:, :, rows] = -1
 
     def _remember(self, rows: Rows) -> None:
@@ -277,17 +277,29 @@ class BlockTable:
 
         A row stays while a block below it has a row: the chain must not break in two.
         """
-        freed = [np.zeros(0, dtype=np.int32)]
         rows = np.unique(rows[rows >= 0])
-        while len(rows):
-            idle = (self.pins[rows] == 0) & (self.moving[rows] == 0) & (self.uses[rows] == 0)
-            idle &= (self.namespace[rows] >= 0) & (self.first_child[rows] < 0)
-            gone = rows[idle & (self.slot.take(rows, axis=2).max(axis=(0, 1)) < 0)]
-            above = self.parent[gone]
-            self.free_rows(gone)
-            freed.append(gone)
-            rows = np.unique(above[above >= 0])
-        return np.concatenate(freed)
+        rows = rows[self._holds_nothing(rows)]
+        bare, todo = set(rows.tolist()), rows[self.first_child[rows] < 0].tolist()
+        gone = dict.fromkeys(todo)
+        while todo:
+            above = int(self.parent[todo.pop()])
+            if above < 0 or above in gone or any(child not in gone for child in self.children(above)):
+                continue
+            if above in bare or self._holds_nothing(np.array([above]))[0]:
+                gone[above] = None
+                todo.append(above)
+        freed = np.array([*gone], dtype=np.int32)
+        self.free_rows(freed)
+        return freed
+
+    def _holds_nothing(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Live rows without a part, that nobody pins, moves or uses."""
+        idle = (self.pins[rows] == 0) & (self.moving[rows] == 0) & (self.uses[rows] == 0)
+        idle &= self.namespace[rows] >= 0
+        nothing: npt.NDArray[np.bool_] = idle & (
+            self.slot.take(rows, axis=2).max(axis=(0, 1), initial=-1) < 0
+        )
+        return nothing
 
     # ---- the tree of chains --------------------------------------------------------------------
 
