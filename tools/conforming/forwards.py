@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """What forwards call their cache, in one release or another."""
 
 

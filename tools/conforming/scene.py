@@ -141,7 +141,14 @@ class Scene:
             session.generate(messages, **GREEDY)
         finally:
             del self.model.generate  # that of its class is seen again
-        return self._turn(session, *handed[0])
+        behind, forwards, attached = handed[
+            0
+        ]  # a cache that knows no length was given only the ids behind it
+        num_prompt = session.last_explain.prompt_tokens
+        held = torch.from_numpy(session.tokens[:num_prompt].astype("int64"))[None]
+        if not torch.equal(held[:, -behind.shape[1] :], behind.cpu()):
+            raise AssertionError("the session does not hold the ids that it gave to generate")
+        return self._turn(session, held, forwards, attached)
 
     def _turn(self, session: Any, ids: torch.Tensor, forwards: list[Forward], attached: States) -> Turn:
         """What a session holds after a prompt `[1, n]` that `forwards` came before."""

@@ -92,7 +92,9 @@ def _reasons(cells: Iterable[Cell], everything: bool = False) -> dict[str, dict[
 
 def _brief(reason: str) -> str:
     """Its first sentence, with whatever model it names: so many families have the same."""
-    return re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "the model", reason).partition(". ")[0]
+    return re.sub(r"\b\w+(For(CausalLM|ConditionalGeneration)|LMHeadModel)\b", "the model", reason).partition(
+        ". "
+    )[0]
 
 
 def _notes(

@@ -20,9 +20,21 @@ class CannotGoBack(Exception):
     """The stock cache has no state of that length: no call ended there, and it cannot be cut."""
 
 
+class NoCache(Exception):
+    """A model whose state no cache of transformers can hold."""
+
+
 def cache_name(model: Any) -> str:
+    """What its forward calls the cache it takes.
+
+    Raises:
+        NoCache: it takes none.
+    """
     names = inspect.signature(type(model).forward).parameters
-    return next(name for name in CACHE_NAMES if name in names)
+    for name in CACHE_NAMES:
+        if name in names:
+            return name
+    raise NoCache(f"the forward of {type(model).__name__} takes no cache")
 
 
 class Stock:
