@@ -78,7 +78,7 @@ def _failed(family: Family, operation: Operation, error: Exception) -> Cell:
     said, ours = first_line(error), isinstance(error, TieredKVError)
     theirs = "" if isinstance(error, (DidNotHappen, AssertionError)) else failure_of_stock(family, operation)
     if theirs and (ours or theirs == said):
-        reason = f"transformers: {theirs}" if theirs == said else f"{said}; transformers: {theirs}"
+        reason = f"transformers: {theirs}" if theirs in said else f"{said}; transformers: {theirs}"
         return Cell(family.name, operation.name, REFUSED, None, reason, by_transformers=True)
     reason = said if ours or isinstance(error, DidNotHappen) else f"{type(error).__name__}: {error}"
     return Cell(family.name, operation.name, REFUSED if ours else WRONG, None, reason)

@@ -34,7 +34,7 @@ def cache_name(model: Any) -> str:
     for name in CACHE_NAMES:
         if name in names:
             return name
-    raise NoCache(f"the forward of {type(model).__name__} takes no cache")
+    raise NoCache(f"{type(model).__name__} takes no KV cache in its forward")
 
 
 class Stock:
