@@ -163,7 +163,7 @@ class Spiller:
         spilling, pieces = self._pieces(Parts(rows, groups))
         nbytes = sum(stride * n for piece in pieces for stride, n in piece.num_by_stride.items())
         with self._wake:
-            is_full = self._queue_nbytes() + nbytes > _QUEUE_NBYTES and self._queue and not all_of_them
+            is_full = self._queue_nbytes + nbytes > _QUEUE_NBYTES and self._queue and not all_of_them
             if self._closing or is_full:
                 self._counters.add("spill_queue_full_parts", len(rows))
                 spilling.ended(len(pieces), failed=True)
@@ -177,6 +177,7 @@ class Spiller:
         for piece in pieces:
             self._num_queued.update(piece.num_by_stride)
 
+    @property
     def _queue_nbytes(self) -> int:
         return sum(stride * count for stride, count in self._num_queued.items())
 
