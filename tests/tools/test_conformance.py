@@ -175,10 +175,12 @@ def test_the_section_says_where_an_older_release_differs() -> None:
         Cell("gpt-oss", "fork", REFUSED, None, "why not", transformers="5.24"),
         Cell("Llama", "fork", WRONG, 1.0, "layer 0 keys", transformers="5.9"),
         Cell("gpt-oss", "fork", REFUSED, None, "why not", transformers="5.9"),
+        Cell("Llama", "fork", EXACT, 1e-6, "", transformers="5.8"),
     ]
     text = section.section(table)
     assert "The marks are those of transformers 5.24." in text
     assert "- 5.24: 2 cells: 1 exact, 1 refused." in text and "- 5.9: 2 cells: 1 refused, 1 wrong." in text
+    assert "- 5.8: 1 cells: 1 exact; not yet: gpt-oss." in text
     assert "| Llama | ● |" in text and "| gpt-oss | – |" in text
     assert "- gpt-oss: fork. *refused: why not*" in text
     assert "Otherwise in 5.9:\n\n- Llama: fork. *wrong: layer 0 keys*" in text

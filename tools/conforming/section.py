@@ -41,7 +41,9 @@ def section(cells: Sequence[Cell]) -> str:
     for release, of_release in by_release.items():
         counts = Counter(cell.verdict for cell in of_release.values())
         shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in MARKS if counts[verdict])
-        lines.append(f"- {release}: {len(of_release)} cells: {shown}.")
+        rows = {cell.family for cell in of_release.values()}
+        others = ", ".join(family for family in families if family not in rows)
+        lines.append(f"- {release}: {len(of_release)} cells: {shown}{f'; not yet: {others}' if others else ''}.")
     lines += [
         "",
         f"| | {' | '.join(str(n) for n, _ in enumerate(operations, 1))} |",

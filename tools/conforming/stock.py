@@ -139,7 +139,8 @@ class Stock:
 
     def _record_past(self) -> None:
         """Drafts follow, of which some will be taken back: states that can be, as convolutions', are told."""
-        if not self._croppable and getattr(self.cache, "is_croppable", False):
+        held = {name.partition(".")[0] for _, name in self.states()}
+        if not self._croppable and "conv_states" in held and "recurrent_states" not in held:
             self.cache.activate_past_recording()
             self._recorded = True
 
