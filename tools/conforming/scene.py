@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 
 import tieredkv
 from tieredkv import speeds
@@ -25,6 +26,9 @@ BLOCK_SIZE = 16
 NUM_PROMPT, NUM_SAID, NUM_NEW = 53, 20, 8
 """Tokens of a first prompt, of what a user says later, and of an answer."""
 GREEDY: Mapping[str, Any] = {"max_new_tokens": NUM_NEW, "do_sample": False}
+_IDS_BEHIND = ["prompt_lookup_num_tokens", "assistant_model"]
+if Version(transformers.__version__) < Version("5.24"):
+    _IDS_BEHIND.append("prefill_chunk_size")
 _BUDGETS: Mapping[str, Any] = {
     "device_nbytes": "16MiB", "host_nbytes": "8MiB", "disk_nbytes": "256MiB", "block_size": BLOCK_SIZE,
     "device": "cpu",
@@ -120,7 +124,7 @@ class Scene:
     def say(self, session: Any, ids: torch.Tensor, num_new: int = NUM_NEW, **options: Any) -> Turn:
         """Attach a whole prompt `[1, n]`, generate greedily, commit."""
         self.recorder.take()
-        given = session.attach(ids, assisted=_is_assisted(options))
+        given = session.attach(ids, assisted=takes_ids_behind(options))
         forwards, attached = self.recorder.take(), states_of(cache_of(given))
         out = self.model.generate(**given, max_new_tokens=num_new, do_sample=False, **options)
         session.commit(out)
@@ -223,5 +227,6 @@ def all_forwards(turns: list[Turn]) -> list[Forward]:
     return [forward for turn in turns for forward in turn.forwards]
 
 
-def _is_assisted(options: Mapping[str, Any]) -> bool:
-    return "prompt_lookup_num_tokens" in options or "assistant_model" in options
+def takes_ids_behind(options: Mapping[str, Any]) -> bool:
+    """Whether `generate` with these would run a whole prompt over its own prefix, so is given only what is behind."""
+    return any(name in options for name in _IDS_BEHIND)

@@ -43,7 +43,9 @@ def section(cells: Sequence[Cell]) -> str:
         shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in MARKS if counts[verdict])
         rows = {cell.family for cell in of_release.values()}
         others = ", ".join(family for family in families if family not in rows)
-        lines.append(f"- {release}: {len(of_release)} cells: {shown}{f'; not yet: {others}' if others else ''}.")
+        lines.append(
+            f"- {release}: {len(of_release)} cells: {shown}{f'; not yet: {others}' if others else ''}."
+        )
     lines += [
         "",
         f"| | {' | '.join(str(n) for n, _ in enumerate(operations, 1))} |",

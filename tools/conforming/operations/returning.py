@@ -109,7 +109,8 @@ def _twice(scene: Scene, go_on: GoOn, converse: Converse | None = None) -> Findi
     with scene.open(two).session(_NAME) as session:
         after = go_on(session, turns)
     if set(after.by_tier) != {"disk"}:
-        raise DidNotHappen(f"after a restart {after.num_reused} tokens came from {dict(after.by_tier)}")
+        where = dict(after.by_tier)
+        raise DidNotHappen(f"after a restart {after.num_reused} tokens came from {where}: {after.reason}")
     return worst([judge(scene, turns, turn, Wanted(_num_shared(turns, turn))) for turn in (own, after)])
 
 
