@@ -52,7 +52,7 @@ class Family:
         import transformers
 
         if not all(hasattr(transformers, self.prefix + end) for end in (self.config, self.model)):
-            return f"transformers {transformers.__version__} has no {self.prefix}{self.model}"
+            return f"transformers {transformers.__version__} does not have it"
         if self.weights is not None and not self.weights.is_dir():
             return "its weights are not here: `tieredkv demo` unpacks them"
         return ""
