@@ -188,6 +188,21 @@ def test_one_failure_of_the_log_loses_nothing_flushed(
     assert again.close()
 
 
+def test_a_last_frame_that_cannot_be_appended_is_counted(tmp_path: Path) -> None:
+    """P17: the next segment's header tells what it would have told, and it is no secret."""
+    once = Once("pwritev", 0, errno.ENOSPC)
+    bench = Bench(tmp_path, HookedFs(once))
+    assert bench.put(0, 900).wait(10) and bench.journal.flush(until())
+    once.nth = once.calls + 1
+    assert bench.journal.checkpoint(until(30))
+    assert bench.counters.get("log_write_errors") == 1
+    before = durable(bench.state)
+    assert bench.close()
+    again = Bench(tmp_path)
+    assert durable(again.state) == before and not again.report.damage
+    assert again.close()
+
+
 def test_nothing_is_durable_while_payloads_are_not(tmp_path: Path) -> None:
     good = threading.Event()
     bench = Bench(tmp_path, sync_parts=good.is_set)

@@ -549,8 +549,10 @@ class Journal:
         """End the segment, synced with its payloads, and begin the next. Raises OSError."""
         self._sync_round()
         with self._writing:
-            with contextlib.suppress(OSError):
+            try:
                 self._append_empty()
+            except OSError:  # the next header tells what is durable too
+                self._counters.add("log_write_errors")
             try:
                 header = self._writer.rotate(
                     open_number=self._open_number, checkpoint=checkpoint, durable_lsn=self.durable_lsn
