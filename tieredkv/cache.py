@@ -79,8 +79,8 @@ def _holds(arena: Arena, strides: Counter[int]) -> bool:
     per_chunk = {stride: arena.slots_per_chunk(stride) for stride in strides}
     if not all(per_chunk.values()):
         return False
-    spans = (_nbytes_in_chunks(arena, stride, np.array([n])) for stride, n in strides.items())
-    return int(sum(spans, np.zeros(1, np.int64))[0]) <= arena.budget_nbytes
+    spans = (int(_nbytes_in_chunks(arena, stride, np.array(n))) for stride, n in strides.items())
+    return sum(spans) <= arena.budget_nbytes
 
 
 def _nbytes_in_chunks(arena: Arena, stride: int, num_parts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -433,7 +433,7 @@ class TieredCache:
         failures = []
         with self._lock:
             parts = self._unspilled()
-            parts = parts[np.isin(parts.rows, self._hottest(self._residents[Tier.DISK]))]
+            parts = parts[np.isin(parts.rows, self._most_wanted(self._residents[Tier.DISK]))]
             if parts:
                 spiller.enqueue(parts.rows, parts.groups, all_of_them=True)
         if not spiller.drain(until):
@@ -451,14 +451,15 @@ class TieredCache:
         groups, at = np.nonzero(in_memory & ~self._table.on_disk(rows))
         return Parts(rows[at], groups.astype(np.int64))
 
-    def _hottest(self, disk: Residency) -> Rows:
-        """Blocks in memory, last used first, as far as the disk takes them all at once (lock held).
+    def _most_wanted(self, disk: Residency) -> Rows:
+        """Blocks in memory, as far as the disk takes them all at once (lock held).
 
-        Were more spilled, then what nobody used for longest would push out what everybody uses.
+        Those that are pinned come first, then those of higher rank, then those used last. Were more spilled, then
+        what nobody used for longest would push out what everybody uses.
         """
         pieces = [self._residents[tier].oldest_first()[::-1] for tier in self._memories]
         rows, first = np.unique(np.concatenate(pieces), return_index=True)
-        rows = rows[np.argsort(first)]
+        rows = rows[np.lexsort((first, -self._table.rank[rows], self._table.pins[rows] == 0))]
         groups, at = np.nonzero((self._table.slot[: Tier.DISK, :, rows] >= 0).any(axis=0))
         strides = disk.strides_of(Parts(rows[at], groups.astype(np.int64)))
         nbytes = np.zeros(len(rows), dtype=np.int64)
