@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from core_helpers import (
     IDENTITY,
     LAYOUTS,
     MIXED,
     SIZE,
     assert_nothing_stranded,
+    assert_right,
     group_of,
     load_checked,
     memory_only_disk,
@@ -85,6 +87,9 @@ def test_a_disk_smaller_than_memory_keeps_what_is_used_most(tmp_path: Path, poli
         for seed in range(150):
             store(space, prompt(seed))
             load_checked(space, prompt(0))
+        with kv._lock:  # the wishes of sessions, of which nobody reads any more
+            kv._table.pins[kv._table.find(space.chain(prompt(2)))] += 1
+            kv._table.rank[kv._table.find(space.chain(prompt(3)))] = 1
         assert kv.stats().tiers[0].num_evictions == 0
         flushed = kv.flush()
         assert not flushed.ok and "have no disk copy" in flushed.failures[0]
@@ -94,8 +99,9 @@ def test_a_disk_smaller_than_memory_keeps_what_is_used_most(tmp_path: Path, poli
     with opened(tmp_path, **sizes) as kv:
         space = kv.namespace(IDENTITY, LAYOUTS["full"])
         assert load_checked(space, prompt(0)) == (320, Reason.COMPLETE)
-        assert load_checked(space, prompt(149)) == (320, Reason.COMPLETE)
-        assert load_checked(space, prompt(1))[0] == 0
+        for seed in (149, 2, 3):
+            assert load_checked(space, prompt(seed)) == (320, Reason.COMPLETE)
+        assert load_checked(space, prompt(1))[0] == load_checked(space, prompt(4))[0] == 0
         disk = kv.stats().tiers[-1]
         assert disk.live_nbytes > 0.9 * disk.budget_nbytes, "the disk is used as far as it goes"
 
@@ -138,6 +144,32 @@ def test_what_was_held_while_it_was_stranded_goes_with_the_next_call(tmp_path: P
             assert_nothing_stranded(kv)
         store(space, prompt(1))
         assert_nothing_stranded(kv)
+        kv.check()
+
+
+def test_a_demotion_copies_runs_and_not_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tails go first, and what lies end to end on the device does so in host memory."""
+    tokens = prompt(0, 40 * SIZE + 1)
+    with opened(tmp_path, device_nbytes="1MiB", host_nbytes="1MiB", disk_nbytes=0) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        store(space, tokens)
+        copies, copy = list[int](), kv._stream.copy
+
+        def counted(dst: torch.Tensor, src: torch.Tensor) -> None:
+            copies.append(dst.nbytes)
+            copy(dst, src)
+
+        device = kv._residents[Tier.DEVICE]
+        with kv._lock:
+            leaving = device.parts_of(kv._table.find(space.chain(tokens))[::-1])
+            kv._room._start_moves(leaving)
+        monkeypatch.setattr(kv._stream, "copy", counted)
+        kv._room._let_go(device, leaving, time.monotonic() + 5)
+        per_chunk = device.arena.slots_per_chunk(4096)
+        assert sum(copies) == 40 * 4096 and len(copies) <= 1 + 40 // per_chunk
+        with space.load(tokens) as prefix:
+            assert prefix.by_tier == {"host": 40 * SIZE}
+            assert_right(space, tokens, prefix)
         kv.check()
 
 

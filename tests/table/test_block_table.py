@@ -40,6 +40,23 @@ def drops(digests: np.ndarray, slots: list[int], seqs: list[int], group: int = 0
     return Run(DROP, records)
 
 
+def test_a_chain_that_holds_nothing_goes_up_to_what_something_hangs_on() -> None:
+    table = BlockTable()
+    rows = table.register(1, chain_of(1))
+    others = table.register(1, np.concatenate((chain_of(1)[:2], chain_of(2)[:3])))
+    table.slot[Tier.DEVICE, 0, others[-1]] = 1
+    assert sorted(table.free_if_empty(rows[-1:]).tolist()) == sorted(rows[2:].tolist())
+    table.check()
+    assert set(table.children(int(rows[1]))) == {int(others[2])} and len(table) == 5
+    table.slot[Tier.DEVICE, 0, others[-1]] = -1
+    table.uses[others[3]] = 1
+    assert table.free_if_empty(others[-1:]).tolist() == [int(others[-1])]
+    table.uses[others[3]] = 0
+    assert sorted(table.free_if_empty(others[3:4]).tolist()) == sorted(others[:4].tolist())
+    table.check()
+    assert len(table) == 0 and (table.find(chain_of(1)) < 0).all()
+
+
 def test_a_chain_is_found_linked_and_freed() -> None:
     table = BlockTable()
     one = chain_of(1)

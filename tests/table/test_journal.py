@@ -290,6 +290,30 @@ def test_a_fault_in_the_committer_ends_the_journal_and_wakes_everybody(tmp_path:
     assert again.close()
 
 
+def test_a_fault_in_the_committer_fails_also_what_it_has_taken_and_not_begun(tmp_path: Path) -> None:
+    """More was queued than one frame takes: nobody waits for the rest."""
+    bench = Bench(tmp_path)
+    entered, go = threading.Event(), threading.Event()
+
+    def hold(_lsn: int, _rows: Any) -> None:
+        entered.set()
+        assert go.wait(10)
+
+    def broken(_lsn: int, _rows: Any) -> None:
+        raise RuntimeError("a bug in a callback")
+
+    bench.put(0, 3, applied=hold)
+    assert entered.wait(10)
+    failures: list[Exception] = []
+    tickets = [bench.put(10, 900, applied=broken, failed=failures.append)]
+    tickets += [bench.put(10_000 * n, 900, failed=failures.append) for n in range(1, 8)]
+    go.set()
+    for ticket in tickets:
+        assert not ticket.wait(10) and ticket.error is not None
+    assert len(failures) >= 7
+    bench.close()
+
+
 def test_a_fault_in_the_sync_thread_ends_the_journal_and_wakes_everybody(tmp_path: Path) -> None:
     faulty = threading.Event()
 
