@@ -26,7 +26,7 @@ from core_helpers import (
     store,
 )
 
-from tieredkv import BlockLayout, Reason, Turn
+from tieredkv import BlockLayout, Reason, Turn, spiller
 from tieredkv.block.anchors import longest_restorable
 from tieredkv.outcomes import Tier
 from tieredkv.plan import Parts
@@ -171,6 +171,28 @@ def test_a_demotion_copies_runs_and_not_parts(tmp_path: Path, monkeypatch: pytes
             assert prefix.by_tier == {"host": 40 * SIZE}
             assert_right(space, tokens, prefix)
         kv.check()
+
+
+def test_room_on_a_full_disk_is_made_for_what_is_queued_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choosing and logging who leaves, for each small batch again, would be slower than the disk."""
+    monkeypatch.setattr(spiller, "_BATCH_NBYTES", 4096)
+    num_blocks = 256
+    with opened(tmp_path, device_nbytes="2MiB", host_nbytes=0, disk_nbytes="16MiB", spill="evict") as kv:
+        space, room = kv.namespace(IDENTITY, LAYOUTS["full"]), kv._room
+        assert room is not None
+        rounds: list[int] = []
+        leave_disk = room._leave_disk
+        monkeypatch.setattr(
+            room, "_leave_disk", lambda parts, until: (rounds.append(len(parts)), leave_disk(parts, until))
+        )
+        for seed in range(12):
+            store(space, prompt(seed, num_blocks * SIZE + 1))
+            assert kv.flush(30).ok
+            kv.check()
+        assert sum(rounds) > 2 * num_blocks, "the disk was never full"
+        assert len(rounds) < sum(rounds) / 8, f"{len(rounds)} times for {sum(rounds)} parts"
 
 
 def test_arc_keeps_what_came_twice_through_a_scan(tmp_path: Path) -> None:

@@ -55,6 +55,21 @@ def test_the_tail_below_a_victim() -> None:
     assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone) == rows[2]
 
 
+def test_a_way_down_that_is_remembered_leads_to_the_same_tail() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        table, rows = grown(FULL)
+        more = [branch(table, FULL, rows, at, rng.randrange(1, 4), seed=10 + at) for at in (2, 5)]
+        everybody = [int(row) for row in np.concatenate([rows, *more])]
+        table.slot[Tier.DEVICE, :, rng.choice(everybody)] = -1
+        gone, ways = np.zeros(len(table.namespace), dtype=np.bool_), dict[int, list[int]]()
+        while not gone[everybody].all():
+            victim = rng.choice([row for row in everybody if not gone[row]])
+            tail = tail_in_tier(table, Tier.DEVICE, victim, gone, ways)
+            assert tail == tail_in_tier(table, Tier.DEVICE, victim, gone), f"seed {seed}"
+            gone[tail] = True
+
+
 def test_how_many_leave_together() -> None:
     table, rows = grown(MIXED)
     more = branch(table, MIXED, rows, 4, 2)

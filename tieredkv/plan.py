@@ -52,19 +52,34 @@ def held(table: BlockTable, rows: Rows) -> Flags:
     return (table.pins[rows] > 0) | (table.moving[rows] > 0)
 
 
-def tail_in_tier(table: BlockTable, tier: Tier, row: int, gone: Flags) -> int:
+def tail_in_tier(
+    table: BlockTable, tier: Tier, row: int, gone: Flags, ways: dict[int, list[int]] | None = None
+) -> int:
     """From a block that the policy named, down its chain to the last block with parts in `tier`.
 
     Args:
-        gone: by row, those that count as gone already.
+        row: itself not gone.
+        gone: by row, those that count as gone already; between calls with the same `ways` more may go, tails first.
+        ways: by row, the ways down that earlier calls walked: a chain of which one block after another goes is
+            walked once.
     """
+    ways = {} if ways is None else ways
+    here, way = row, list[int]()
     while True:
+        if here in ways:
+            way = ways[here]
+            while gone[way[-1]]:
+                way.pop()
+            here = way[-1]
+        else:
+            way.append(here)
+            ways[here] = way
         below = next(
-            (c for c in table.children(row) if not gone[c] and (table.slot[tier, :, c] >= 0).any()), -1
+            (c for c in table.children(here) if not gone[c] and (table.slot[tier, :, c] >= 0).any()), -1
         )
         if below < 0:
-            return row
-        row = below
+            return here
+        here = below
 
 
 def num_leaving_whole(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -35,10 +36,13 @@ from .table.key_index import Rows
 from .table.trace import Event
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .tier.tensor import TensorTier, copy_slots
+from .units import MiB
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 _NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
 _FEW = 16
+_SOON_NBYTES = 128 * MiB
+"""Enough that choosing and logging who leaves is rare, and little beside a disk."""
 
 
 class Room:
@@ -67,16 +71,24 @@ class Room:
         self._makers = {tier: threading.Lock() for tier in Tier}
         self._held_up: set[tuple[int, bytes]] = set()  # rows with their keys, for a row may change hands
         if spiller is not None:
-            spiller.reserve = lambda nbytes, count, until: self.reserve(Tier.DISK, nbytes, count, until)
+            spiller.reserve = partial(self.reserve, Tier.DISK)
             spiller.on_moved = self.look_again
 
     def reserve(
-        self, tier: Tier, part_nbytes: int, count: int, until: float, incoming: Rows = _NO_ROWS
+        self,
+        tier: Tier,
+        part_nbytes: int,
+        count: int,
+        until: float,
+        incoming: Rows = _NO_ROWS,
+        *,
+        num_soon: int = 0,
     ) -> Slots:
         """Up to `count` slots in `tier`, evicting for those that are not free; fewer at `until` (monotonic).
 
         Args:
             incoming: the blocks that the room is for, in the order in which the policy will see them inserted.
+            num_soon: how many more will be asked for soon: whoever must evict makes room for some of them too.
 
         Returns:
             int64 slots, the caller's until placed or freed.
@@ -88,12 +100,16 @@ class Room:
         if len(got) == count or not self._makers[tier].acquire(timeout=_left(until)):
             return got
         try:
-            return np.concatenate((got, self._make(resident, stride, count - len(got), until, incoming)))
+            made = self._make(resident, stride, count - len(got), until, incoming, num_soon)
+            return np.concatenate((got, made))
         finally:
             self._makers[tier].release()
 
-    def _make(self, resident: Residency, stride: int, missing: int, until: float, incoming: Rows) -> Slots:
+    def _make(
+        self, resident: Residency, stride: int, missing: int, until: float, incoming: Rows, num_soon: int
+    ) -> Slots:
         pieces, freed = [_NO_SLOTS], 0
+        soon_nbytes = min(num_soon * stride, _SOON_NBYTES, resident.arena.budget_nbytes // 8)
         while missing:
             self._surrender(resident, stride)
             with self._lock:
@@ -105,7 +121,7 @@ class Room:
                 # A chunk's worth left by policy and still no slot: the free space is in pools of other sizes.
                 scattered = freed >= resident.arena.chunk_span(stride)
                 leaving = self._choose_chunk(resident, stride) if scattered else NO_PARTS
-                leaving = leaving or self._choose(resident, missing * stride, incoming)
+                leaving = leaving or self._choose(resident, missing * stride + soon_nbytes, incoming)
                 leaving = leaving or self._choose_chunk(resident, stride)
             if not leaving and not self._await_spill(resident, until):
                 break
@@ -174,6 +190,7 @@ class Room:
         table, pieces, got = self._table, list[Parts](), 0
         gone = np.zeros(len(table.namespace), dtype=np.bool_)
         begun: dict[int, list[int]] = {}  # tails that give up some parts, and which
+        ways: dict[int, list[int]] = {}
         at, step = 0, _FEW
         while at < len(victims) and got < nbytes:
             rows = victims[at : at + step]
@@ -185,17 +202,24 @@ class Room:
                 pieces.append(resident.parts_of(rows))
                 at, step = at + len(rows), 2 * step
             else:
-                pieces.append(self._tail(resident, int(victims[at]), gone, begun))
+                pieces.append(self._tail(resident, int(victims[at]), gone, begun, ways))
                 at, step = at + 1, _FEW
             got += int(resident.strides_of(pieces[-1]).sum())
         return Parts.joined(pieces)
 
-    def _tail(self, resident: Residency, row: int, gone: Flags, begun: dict[int, list[int]]) -> Parts:
+    def _tail(
+        self,
+        resident: Residency,
+        row: int,
+        gone: Flags,
+        begun: dict[int, list[int]],
+        ways: dict[int, list[int]],
+    ) -> Parts:
         """What leaves next for the sake of one victim: at the tail of its chain, unless that is held."""
         table = self._table
         while row >= 0 and gone[row]:  # a block above it was named before: its chain goes on upward
             row = int(table.parent[row])
-        tail = tail_in_tier(table, resident.tier, row, gone) if row >= 0 else -1
+        tail = tail_in_tier(table, resident.tier, row, gone, ways) if row >= 0 else -1
         if tail < 0 or table.is_held(tail):
             return NO_PARTS
         left = [g for g in resident.groups_of(tail) if g not in begun.get(tail, ())]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,16 @@ class _Wanted:
     spilling: Spilling
 
 
+class Reserve(Protocol):
+    """Room on the disk: `Room.reserve` of that tier."""
+
+    def __call__(self, part_nbytes: int, count: int, until: float, *, num_soon: int = 0) -> Slots: ...
+
+
+def _no_room(part_nbytes: int, count: int, until: float, *, num_soon: int = 0) -> Slots:
+    return np.empty(0, np.int64)
+
+
 class Spiller:
     """The only writer of the disk tier.
 
@@ -123,9 +133,7 @@ class Spiller:
         self._pace = pace
         self._counters = counters
         self._deadline_s = deadline_s
-        self.reserve: Callable[[int, int, float], Slots] = lambda _nbytes, _count, _until: np.empty(
-            0, np.int64
-        )
+        self.reserve: Reserve = _no_room
         self.on_moved: Callable[[], None] = lambda: None
         self.trouble: str | None = None
         self.troubled_at = 0.0  # monotonic, when trouble began
@@ -336,8 +344,12 @@ class Spiller:
         return [(size, parts[sizes == size]) for size in np.unique(sizes).tolist()]
 
     def _spill_batch(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
-        self._find_space(part_nbytes, len(rows))
-        slots = self.reserve(part_nbytes, len(rows), time.monotonic() + self._deadline_s)
+        stride = part_nbytes + SLOT_HEADER_NBYTES
+        with self._wake:
+            num_soon = self._num_queued[stride]
+        self._find_space(part_nbytes, len(rows) + num_soon)
+        until = time.monotonic() + self._deadline_s
+        slots = self.reserve(part_nbytes, len(rows), until, num_soon=num_soon)
         if len(slots) < len(rows):
             self._counters.add("spill_no_space_parts", len(rows) - len(slots))
             self._give_up(rows[len(slots) :], groups[len(slots) :])
@@ -350,23 +362,20 @@ class Spiller:
         except OSError as error:
             self._failed(error)
             with self._lock:
-                self._resident.free(part_nbytes + SLOT_HEADER_NBYTES, slots)
+                self._resident.free(stride, slots)
             self._give_up(rows, groups)
             return
         self.trouble = None
         self._log_put(part_nbytes, rows, groups, slots, headers, checksums)
 
     def _find_space(self, part_nbytes: int, count: int) -> None:
-        """Disk space for so many parts and for those queued behind them, at once, as far as the budget goes.
+        """Disk space for so many parts at once, those queued behind the next included, as far as the budget goes.
 
         For the system to find it, every write under way in that file must end: chunk by chunk, a long spill would
         stand still again and again.
         """
-        stride = part_nbytes + SLOT_HEADER_NBYTES
-        with self._wake:
-            num_wanted = count + self._num_queued[stride]
         with self._lock:
-            chunks = self._resident.arena.take_chunks(stride, num_wanted)
+            chunks = self._resident.arena.take_chunks(part_nbytes + SLOT_HEADER_NBYTES, count)
         if chunks:
             with contextlib.suppress(OSError):  # the write meets it too, and says it
                 self._store.reserve(part_nbytes, chunks)

@@ -303,9 +303,9 @@ def _bug_21(patch: Patch) -> None:
 
 @bug("evict heads first")
 def _bug_22(patch: Patch) -> None:
-    def head_in_tier(table: Any, tier: Any, row: int, chosen: Any) -> int:
+    def head_in_tier(table: Any, tier: Any, row: int, gone: Any, ways: Any) -> int:
         above = int(table.parent[row])
-        while above >= 0 and above not in chosen and (table.slot[tier, :, above] >= 0).any():
+        while above >= 0 and not gone[above] and (table.slot[tier, :, above] >= 0).any():
             row, above = above, int(table.parent[above])
         return row
 
