@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from core_helpers import (
     IDENTITY,
     LAYOUTS,
@@ -37,6 +38,8 @@ from tieredkv.disk import shares
 from tieredkv.errors import DamagedStore, PathUnusable, SessionError
 from tieredkv.machine import resolve
 from tieredkv.outcomes import Tier
+from tieredkv.system.fs import File, OsFs
+from tieredkv.tier import tensor
 
 
 class Fault:
@@ -655,3 +658,25 @@ def opened_damage(path: Path) -> tuple[str, ...]:
     """What the next opening finds wrong."""
     with opened(path) as kv:
         return kv.recovery.damage
+
+
+def test_a_file_system_without_direct_transfers_is_counted(tmp_path: Path) -> None:
+    class Through(OsFs):
+        def open_file(self, path: str, *, direct: bool = False, **how: Any) -> File:
+            return super().open_file(path, **how)
+
+    with opened(tmp_path, fs=Through()) as kv:
+        store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))
+        assert kv.flush(10).ok
+        assert kv.stats().counters["direct_refused"] == 1
+
+
+def test_memory_that_cannot_be_pinned_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor, "_pin", lambda buffer: "no pages left")
+    with opened(tmp_path, host_nbytes="1MiB") as kv:
+        monkeypatch.setattr(type(kv), "device", torch.device("cuda"))  # what it asks of its host memory there
+        kv._memory("host", 1 << 20, 4096, None).close()
+        assert kv.stats().counters["memory_not_pinned"] == 1
+    assert "host memory are slower: no pages left" in caplog.text

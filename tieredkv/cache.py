@@ -253,10 +253,14 @@ class TieredCache:
         if nbytes < largest:
             raise BadConfig(f"{name}_nbytes={nbytes}: a part of this model needs {largest}; raise the budget")
         cpu = device is None or device.type == "cpu"
-        return TensorTier(
+        memory = TensorTier(
             name, nbytes, min_chunk_nbytes=largest, device=device or torch.device("cpu"),
             pinned=cpu and self.device.type == "cuda", stream=self._stream,
         )  # fmt: skip
+        if memory.pin_refusal is not None:
+            self._counters.add("memory_not_pinned")
+            _LOG.warning("copies to and from %s memory are slower: %s", name, memory.pin_refusal)
+        return memory
 
     def _memory_resident(self, tier: Tier, memory: TensorTier) -> Residency:
         policy = make_policy(self.config.policy, memory.arena.budget_nbytes, self._table.keys_of)
@@ -476,7 +480,9 @@ class TieredCache:
     def stats(self) -> Stats:
         """A snapshot of tiers, log and counters."""
         self.check_open()
-        disk = self._disk
+        disk, counters = self._disk, dict(self._counters.snapshot())
+        if disk is not None and disk.store.direct_refused:
+            counters["direct_refused"] = 1
         with self._lock:
             tiers = tuple(self._tier_stats(tier, resident) for tier, resident in self._residents.items())
             return Stats(
@@ -491,7 +497,7 @@ class TieredCache:
                 disk_nbytes=disk.nbytes if disk else 0,
                 last_lsn=disk.journal.applied_lsn if disk else 0,
                 durable_lsn=disk.journal.durable_lsn if disk else 0,
-                counters=self._counters.snapshot(),
+                counters=counters,
             )
 
     def _tier_stats(self, tier: Tier, resident: Residency) -> TierStats:

@@ -79,6 +79,11 @@ class PartStore(Protocol):
     """Whether `blank` empties the whole store, and not those slots alone."""
 
     @property
+    def direct_refused(self) -> bool:
+        """Transfers past the page cache were asked for, and the file system does not have them."""
+        ...
+
+    @property
     def allocated_nbytes(self) -> int:
         """What the store takes from the disk, holes not counted."""
         ...

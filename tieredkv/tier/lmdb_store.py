@@ -54,6 +54,7 @@ class LmdbStore:
     """
 
     blank_drops_all = True
+    direct_refused = False
 
     def __init__(
         self,
