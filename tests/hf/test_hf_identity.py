@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
-from tiny_models import BASE, FAMILIES, WINDOWED, build, deepseek_v3, gemma3, gemma4, llama, mistral
+from tiny_models import (
+    BASE,
+    FAMILIES,
+    WINDOWED,
+    build,
+    deepseek_v3,
+    gemma3,
+    gemma4,
+    glm_moe_dsa,
+    llama,
+    mistral,
+)
 
 from tieredkv.block.identity import differences
 from tieredkv.errors import Unsupported
@@ -210,6 +221,24 @@ def test_models_that_cannot_be_cut_into_blocks_are_refused(
     with pytest.raises(Unsupported, match=reason):
         describe_model(model)
     with pytest.raises(Unsupported, match=reason):
+        layout_of(model)
+
+
+def test_sparse_attention_that_selects_otherwise_behind_a_prefix_is_refused() -> None:
+    """As transformers 5.15 does with sdpa, and only where more is cached than the index selects."""
+    model = glm_moe_dsa()
+    layout_of(model)
+    cached = [0]
+
+    def before(_model: Any, _args: Any, given: dict[str, Any]) -> None:
+        cached[0] = given["cache"].get_seq_length()
+
+    def after(_mlp: Any, _args: Any, out: Any) -> Any:
+        return out * 1.5 if cached[0] >= model.config.index_topk else out
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.model.layers[0].mlp.register_forward_hook(after)
+    with pytest.raises(Unsupported, match=r"selects other tokens behind a prefix.*eager"):
         layout_of(model)
 
 

@@ -150,6 +150,7 @@ def test_figures_count_what_must_not_be() -> None:
         Cell("gpt-oss", "sdpa", REFUSED, None, "transformers: no", by_transformers=True),
         Cell("Mamba", "fork", REFUSED, None, "ours"),
         Cell("Mamba", "beams", REFUSED, None, "ours"),
+        Cell("RWKV", "fork", REFUSED, None, "transformers: no cache", by_transformers=True),
         Cell("GPT-2", "fork", WRONG, 1.0, "layer 0"),
     ]
     found = {figure.name: figure for figure in report.figures(table)}
@@ -157,6 +158,7 @@ def test_figures_count_what_must_not_be() -> None:
     refused = found["refused_attention_cells_num"]
     assert (refused.value, refused.met, refused.detail) == (1, False, "Llama: beams")
     assert found["recurrent_cells_below_checkpoint_num"].detail == "Mamba: fork"
+    assert found["recurrent_cells_that_transformers_refuses_num"].detail == "RWKV: fork"
 
 
 def test_the_section_is_written_between_its_marks_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..block.layout import DTYPES, TOKENS, TensorSpec
 from ..errors import Unsupported
-from .states import State, is_known, is_pooling, read, states_of
+from .states import State, is_known, is_pooling, read, selects, states_of
 
 _NUM_TOKENS = 4
 _ROUNDING = 1e-3
@@ -127,6 +127,8 @@ def probe(model: Any) -> Probe:
         raise Unsupported(f"{name} left nothing in the KV cache that it was given")
     for facts in layers:
         _refuse_unless_causal(facts, short.layers[facts.index], long.layers[facts.index])
+    if any(selects(layer) for layer in short.layers):
+        _refuse_unless_selection_continues(model, layers)
     recurs = any(facts.of_kind("recurrent") for facts in layers)
     if not recurs and all(type(x).__name__ == "DummyLayer" or states_of(x) for x in short.layers):
         return Probe(layers, continues=True)
@@ -242,6 +244,27 @@ def _refuse_unless_causal(facts: LayerFacts, short: Any, long: Any) -> None:
             raise Unsupported(
                 f"layer {facts.index}: the {state.name} of a token depend on the tokens after it"
             )
+
+
+def _refuse_unless_selection_continues(model: Any, layers: tuple[LayerFacts, ...]) -> None:
+    """Sparse attention behind a prefix of more tokens than it selects; some releases select other ones there."""
+    config = model.config.get_text_config(decoder=True)
+    num_held = config.index_topk
+    ids = torch.arange(num_held + _NUM_TOKENS, device=model.device)[None] % config.vocab_size
+    run = _Runs(model, ids)
+    whole, behind = run(num_held + _NUM_TOKENS), run(num_held, _NUM_TOKENS)
+    for facts in layers:
+        for state in states_of(whole.layers[facts.index]):
+            one, other = (_held(cache.layers[facts.index], state) for cache in (whole, behind))
+            if state.token_axis is None or not one.is_floating_point() or not one.numel():
+                continue
+            one, other = (x.narrow(state.token_axis, num_held, _NUM_TOKENS).double() for x in (one, other))
+            if not (one - other).norm() <= max(1e-2, _tolerance(model.dtype)) * one.norm():
+                raise Unsupported(
+                    f"{type(model).__name__} selects other tokens behind a prefix than in one call, with attention"
+                    f" {model.config._attn_implementation!r} in this release of transformers: load it with"
+                    " attn_implementation='eager', or take a newer release"
+                )
 
 
 def _distance(facts: LayerFacts, one: Any, other: Any) -> float:

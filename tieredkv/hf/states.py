@@ -65,6 +65,11 @@ def is_known(layer: Any) -> bool:
     return type(layer) in KNOWN_LAYERS or is_pooling(layer) or type(layer).__name__ == "DummyLayer"
 
 
+def selects(layer: Any) -> bool:
+    """Whether an index beside the layer chooses the keys that a token attends to."""
+    return any(state in _INDEXER for state in states_of(layer))
+
+
 def is_pooling(layer: Any) -> bool:
     """Whether it is a layer that pools tokens into rows."""
     return any(kind.__name__ in _POOLING_LAYERS for kind in type(layer).__mro__)

@@ -14,17 +14,12 @@ from .forwards import Forward, by_position
 from .scene import BLOCK_SIZE, GREEDY, Row, Scene, Turn, all_forwards
 from .states import first_difference
 from .stock import Stock, cache_name, together
-from .verdict import CHECKPOINT, EXACT, REFUSED, WRONG, DidNotHappen, Finding
+from .verdict import CHECKPOINT, EXACT, WRONG, DidNotHappen, Finding
 
 MOST_FP32 = 1e-4
 MOST_BF16_SHARE = 2**-4
 """bf16 keeps 8 bits, so every product is off by up to 2^-9 of itself; cutting the prompt otherwise moves these
 errors through all layers. A sixteenth of the largest logit is twice what stock caches show among themselves."""
-_CUTS = (16, 32, 48)
-_DEPENDS = (
-    "transformers: its own cache gives other logits wherever a prompt is cut into two calls,"
-    " so that none of them is the run as it was"
-)
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,6 @@ def _verdict(
         return Finding(WRONG, error, different)
     limit = most_error(scene.model, logits)
     if not error <= limit:
-        if depends_on_cuts(scene):
-            return Finding(REFUSED, error, _DEPENDS, by_transformers=True)
         return Finding(WRONG, error, f"logits differ by {error:.1e} from the run as it was, over {limit:.1e}")
     boundary = reusable // BLOCK_SIZE * BLOCK_SIZE
     if num_reused >= boundary:
@@ -73,20 +66,6 @@ def most_error(model: Any, logits: Sequence[torch.Tensor]) -> float:
     if model.dtype == torch.float32:
         return MOST_FP32
     return MOST_BF16_SHARE * max(part.abs().max().item() for part in logits)
-
-
-def depends_on_cuts(scene: Scene) -> bool:
-    """Whether this release cannot go on from any prefix with several tokens, whoever keeps it: stock caches alone."""
-    ids = scene.family.random_ids(2 * _CUTS[-1] - _CUTS[0], seed=6).to(scene.model.device)
-    whole = Stock(scene.model, scene.family).forward(ids, num_asked=1)
-
-    def apart(cut: int) -> float:
-        stock = Stock(scene.model, scene.family)
-        stock.forward(ids[:, :cut], num_asked=1)
-        last = stock.forward_in_steps(ids[:, cut:], num_asked=1)[-1].logits
-        return (last[:, -1].double() - whole[:, -1].double()).abs().max().item()
-
-    return all(apart(cut) > most_error(scene.model, [whole]) for cut in _CUTS)
 
 
 def judge_later(scene: Scene, history: Sequence[Turn], turn: Turn) -> Finding:

@@ -31,11 +31,14 @@ def figures(cells: Sequence[Cell]) -> list[Figure]:
         if kinds[cell.family] != ATTENTION and cell.operation.startswith(_LEAST_OF_RECURRENT)
         and cell.verdict in (REFUSED, WRONG)
     ]  # fmt: skip
+    theirs = [cell for cell in below if cell.by_transformers]
+    ours = [cell for cell in below if not cell.by_transformers]
     counts = Counter(cell.verdict for cell in cells)
     return [
         none_of("cells_that_are_wrong_num", len(wrong), _named(wrong)),
         none_of("refused_attention_cells_num", len(refused), _named(refused)),
-        none_of("recurrent_cells_below_checkpoint_num", len(below), _named(below)),
+        none_of("recurrent_cells_below_checkpoint_num", len(ours), _named(ours)),
+        shown("recurrent_cells_that_transformers_refuses_num", len(theirs), _named(theirs)),
         *(shown(f"{verdict}_cells_num", counts[verdict]) for verdict in MARKS if verdict != WRONG),
     ]
 
