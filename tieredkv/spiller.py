@@ -34,7 +34,7 @@ from .tier.tensor import TensorTier
 from .units import MiB
 from .wal.records import DROP, DROP_DTYPE, PUT, PUT_DTYPE
 
-_BATCH_NBYTES = 16 * MiB
+_BATCH_NBYTES = 32 * MiB
 """Small enough that while one batch is looked for, logged or ends, others keep the disk busy."""
 
 _QUEUE_NBYTES = 256 * MiB

@@ -23,7 +23,6 @@ from .slab_format import (
     SLOT_HEADER_NBYTES,
     Buffer,
     Headers,
-    address_of,
     aligned_bytes,
     checksums_of,
     judge,
@@ -346,13 +345,14 @@ class SlabStore:
         seal(mine)
         slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
         with piece.slab.use() as file:
-            if not file.direct or _all_aligned(mine, parts):
-                buffers = _interleaved(mine, parts)
-            else:
+            try:
+                piece.slab.write(file, _interleaved(mine, parts), piece.offset, piece.count * slot_nbytes)
+            except OSError as error:
+                if not _is_refused(file, error):
+                    raise
                 packed = self._scratch.slots(piece.count, slot_nbytes)
                 _pack(packed, mine, parts)
-                buffers = [packed.data]
-            piece.slab.write(file, buffers, piece.offset, piece.count * slot_nbytes)
+                piece.slab.write(file, [packed.data], piece.offset, packed.size)
 
     def _read_piece(
         self, part_nbytes: int, piece: _Piece, expected: npt.NDArray[Any], into: Sequence[memoryview]
@@ -382,17 +382,15 @@ class SlabStore:
             mapped = _array_of(piece.slab.mapped(file, end))[piece.offset : end]
             num_read = mapped.size // slot_nbytes
             _unpack(mapped[: num_read * slot_nbytes].reshape(num_read, slot_nbytes), headers, parts)
-        elif file.direct and not _all_aligned(headers, parts):
-            packed = self._scratch.slots(piece.count, slot_nbytes)
-            buffers = [
-                view
-                for slot in packed
-                for view in (slot[:SLOT_HEADER_NBYTES].data, slot[SLOT_HEADER_NBYTES:].data)
-            ]
-            num_read = piece.slab.read(file, buffers, piece.offset, slot_nbytes)
-            _unpack(packed[:num_read], headers, parts)
-        else:
+            return headers, num_read
+        try:
             num_read = piece.slab.read(file, _interleaved(headers, parts), piece.offset, slot_nbytes)
+        except OSError as error:
+            if not _is_refused(file, error):
+                raise
+            packed = self._scratch.slots(piece.count, slot_nbytes)
+            num_read = piece.slab.read(file, [slot.data for slot in packed], piece.offset, slot_nbytes)
+            _unpack(packed[:num_read], headers, parts)
         return headers, num_read
 
     def _read_written(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> HeaderBatch:
@@ -484,7 +482,6 @@ def _array_of(buffer: memoryview | mmap.mmap | None) -> npt.NDArray[np.uint8]:
     return np.frombuffer(b"" if buffer is None else buffer, np.uint8)
 
 
-def _all_aligned(headers: Headers, parts: Sequence[memoryview]) -> bool:
-    # bytes: of records, numpy would describe every field to say where they lie
-    arrays = (headers.view(np.uint8), *(_array_of(part) for part in parts))
-    return all(address_of(array) % PAGE_NBYTES == 0 for array in arrays)
+def _is_refused(file: File, error: OSError) -> bool:
+    """Whether a direct transfer may have been refused for where a caller's memory lies; ours is aligned."""
+    return file.direct and error.errno == errno.EINVAL

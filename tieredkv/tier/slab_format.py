@@ -94,6 +94,18 @@ Buffer = bytes | bytearray | memoryview
 _DIGESTS = ("namespace", "digest", "parent")
 _NUMBERS = ("group", "depth", "flags", "payload_nbytes", "checksum", "put_seq", "codec")
 _MAGIC_ARRAY = np.frombuffer(MAGIC, np.uint8)
+_FORMAT = np.frombuffer(MAGIC + VERSION.to_bytes(4, "little"), "V20")
+_AS_BYTES = np.dtype(
+    {
+        "names": ["format", "who"],
+        "formats": ["V20", "V64"],
+        "offsets": [0, 64],
+        "itemsize": SLOT_HEADER_NBYTES,
+    }
+)
+"""A header's magic and version, and its namespace and digest, as bytes to be compared at once."""
+_WHO = np.dtype({"names": ["who"], "formats": ["V64"], "offsets": [0], "itemsize": EXPECTED_DTYPE.itemsize})
+"""Namespace and digest of an `EXPECTED_DTYPE`."""
 _SLAB_NAME = re.compile(r"([1-9]\d*)-(\d{3,})\.slab")
 
 
@@ -172,19 +184,18 @@ def seal(headers: Headers) -> None:
 
 def valid(headers: Headers) -> npt.NDArray[np.bool_]:
     """Which of these are undamaged slot headers of this version."""
-    good: npt.NDArray[np.bool_] = (headers["magic"] == _MAGIC_ARRAY).all(axis=1)
-    good &= (headers["version"] == VERSION) & (headers["num_tokens"] <= MAX_TOKENS)
-    if good.any():
-        good[good] = headers["header_checksum"][good] == _checksums(headers, np.flatnonzero(good))
+    good: npt.NDArray[np.bool_] = headers.view(_AS_BYTES)["format"] == _FORMAT
+    good &= headers["num_tokens"] <= MAX_TOKENS
+    numbers = np.flatnonzero(good).tolist()
+    if numbers:
+        good[numbers] = headers["header_checksum"][numbers] == _checksums(headers, numbers)
     return good
 
 
 def matches(headers: Headers, expected: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which headers name the same put as `expected` (`EXPECTED_DTYPE`): namespace, digest, group, put_seq."""
-    same: npt.NDArray[np.bool_] = headers["put_seq"] == expected["put_seq"]
-    same &= headers["group"] == expected["group"]
-    for name in ("namespace", "digest"):
-        same &= (headers[name] == expected[name]).all(axis=1)
+    same: npt.NDArray[np.bool_] = headers.view(_AS_BYTES)["who"] == expected.view(_WHO)["who"]
+    same &= (headers["put_seq"] == expected["put_seq"]) & (headers["group"] == expected["group"])
     return same
 
 
@@ -196,10 +207,10 @@ def judge(
     ours = sound & matches(headers, expected)
     whole = ours & (headers["payload_nbytes"] == part_nbytes) & (headers["codec"] == 0)
     verdicts = [Verdict.OTHER if good else Verdict.CORRUPT for good in (sound & ~ours).tolist()]
-    numbers = np.flatnonzero(whole)
-    found = checksums_of([payloads[number] for number in numbers.tolist()])
-    for number in numbers[found == expected["checksum"][numbers]].tolist():
-        verdicts[number] = Verdict.OK
+    checksums = expected["checksum"].tolist()
+    for number in np.flatnonzero(whole).tolist():
+        if xxhash.xxh3_64_intdigest(payloads[number]) == checksums[number]:
+            verdicts[number] = Verdict.OK
     return verdicts
 
 
@@ -242,10 +253,7 @@ def parse_slab_name(name: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def _checksums(
-    headers: Headers, rows: Sequence[int] | npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.uint64]:
+def _checksums(headers: Headers, numbers: Sequence[int] | None = None) -> npt.NDArray[np.uint64]:
     body = np.ascontiguousarray(headers).view(np.uint8).data
-    numbers = range(len(headers)) if rows is None else rows
-    starts = (int(number) * SLOT_HEADER_NBYTES for number in numbers)
+    starts = (number * SLOT_HEADER_NBYTES for number in (range(len(headers)) if numbers is None else numbers))
     return checksums_of([body[start : start + SLOT_HEADER_NBYTES - 8] for start in starts])
