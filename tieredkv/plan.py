@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,10 +164,12 @@ def stranded(
         The blocks that go, and those that would, but for being pinned or moving, or for a block below that a
         call still uses though nothing of it is there: to be looked at again.
     """
+    rows = list(rows)
+    cut = _cut_off(table, layout_of, rows)
     gone: dict[int, None] = {}
     held: dict[int, None] = {}
     for row in rows:
-        below = list(table.children(row)) if lacks_full(table, layout_of(row), row) else []
+        below = list(table.children(row)) if row in cut else []
         while below:
             here = below.pop()
             if here in gone:  # with all that is below it
@@ -177,9 +179,8 @@ def stranded(
         above = row
         while above >= 0 and above not in gone:  # else it was gone upward from there before
             below = [child for child in table.children(above) if child not in gone]
-            if is_restorable(table, layout_of(above), above) or not all(
-                is_bare(table, child) for child in below
-            ):
+            stands = above not in cut and is_restorable(table, layout_of(above), above)
+            if stands or not all(is_bare(table, child) for child in below):
                 break
             if below or table.is_held(above):
                 held[above] = None
@@ -187,6 +188,17 @@ def stranded(
             gone[above] = None
             above = int(table.parent[above])
     return list(gone), list(held)
+
+
+def _cut_off(table: BlockTable, layout_of: Callable[[int], BlockLayout], rows: Sequence[int]) -> set[int]:
+    """Those of `rows` that `lacks_full` is true of."""
+    each, found = np.array(rows, dtype=np.int32), set[int]()
+    for number in np.unique(table.namespace[each]).tolist():
+        mine = each[table.namespace[each] == number]
+        full = layout_of(int(mine[0])).full_group
+        if full is not None:
+            found.update(mine[table.slot[:, full].take(mine, axis=1).max(axis=0) < 0].tolist())
+    return found
 
 
 def is_bare(table: BlockTable, row: int) -> bool:

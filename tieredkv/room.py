@@ -191,7 +191,7 @@ class Room:
         gone = np.zeros(len(table.namespace), dtype=np.bool_)
         begun: dict[int, list[int]] = {}  # tails that give up some parts, and which
         ways: dict[int, list[int]] = {}
-        at, step = 0, _FEW
+        at, step = 0, len(victims)
         while at < len(victims) and got < nbytes:
             rows = victims[at : at + step]
             rows = rows[: num_leaving_whole(table, self._layout_of, resident.tier, rows, gone)]
