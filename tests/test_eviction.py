@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tieredkv.block.anchors import longest_restorable
 from tieredkv.outcomes import Tier
 from tieredkv.plan import Parts
 from tieredkv.table import key_index
+from tieredkv.tier.slab_format import SLOT_HEADER_NBYTES
 
 MEMORY_ONLY: dict[str, Any] = {"host_nbytes": 0, "disk_nbytes": 0}
 
@@ -193,6 +195,30 @@ def test_room_on_a_full_disk_is_made_for_what_is_queued_too(
             kv.check()
         assert sum(rounds) > 2 * num_blocks, "the disk was never full"
         assert len(rounds) < sum(rounds) / 8, f"{len(rounds)} times for {sum(rounds)} parts"
+
+
+def test_room_is_made_once_for_what_several_requests_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or as many more useful blocks would leave the disk than come."""
+    go, begun, spill = threading.Event(), threading.Semaphore(0), spiller.Spiller._spill
+
+    def waiting(self: Any, wanted: Any) -> bool:
+        begun.release()
+        return go.wait(30) and spill(self, wanted)
+
+    monkeypatch.setattr(spiller.Spiller, "_spill", waiting)
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        for _ in range(8):  # the workers hold three of these requests, the queue the others
+            store(space, prompt(0, 8 * SIZE + 1))
+        assert kv._spiller is not None and all(begun.acquire(timeout=10) for _ in range(3))
+        stride = 4096 + SLOT_HEADER_NBYTES
+        assert kv._spiller._num_queued[stride] == 5 * 8
+        assert kv._spiller._num_soon(stride) == 8 and kv._spiller._num_soon(stride + 4096) == 0
+        go.set()
+        quiet(kv)
+        assert kv._spiller._num_soon(stride) == 0
 
 
 def test_arc_keeps_what_came_twice_through_a_scan(tmp_path: Path) -> None:

@@ -36,13 +36,10 @@ from .table.key_index import Rows
 from .table.trace import Event
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .tier.tensor import TensorTier, copy_slots
-from .units import MiB
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 _NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
 _FEW = 16
-_SOON_NBYTES = 128 * MiB
-"""Enough that choosing and logging who leaves is rare, and little beside a disk."""
 
 
 class Room:
@@ -82,13 +79,13 @@ class Room:
         until: float,
         incoming: Rows = _NO_ROWS,
         *,
-        num_soon: int = 0,
+        num_soon: Callable[[], int] = lambda: 0,
     ) -> Slots:
         """Up to `count` slots in `tier`, evicting for those that are not free; fewer at `until` (monotonic).
 
         Args:
             incoming: the blocks that the room is for, in the order in which the policy will see them inserted.
-            num_soon: how many more will be asked for soon: whoever must evict makes room for some of them too.
+            num_soon: tells how many more will be asked for soon; whoever must evict makes room for them too.
 
         Returns:
             int64 slots, the caller's until placed or freed.
@@ -100,7 +97,7 @@ class Room:
         if len(got) == count or not self._makers[tier].acquire(timeout=_left(until)):
             return got
         try:
-            made = self._make(resident, stride, count - len(got), until, incoming, num_soon)
+            made = self._make(resident, stride, count - len(got), until, incoming, num_soon())
             return np.concatenate((got, made))
         finally:
             self._makers[tier].release()
@@ -109,7 +106,7 @@ class Room:
         self, resident: Residency, stride: int, missing: int, until: float, incoming: Rows, num_soon: int
     ) -> Slots:
         pieces, freed = [_NO_SLOTS], 0
-        soon_nbytes = min(num_soon * stride, _SOON_NBYTES, resident.arena.budget_nbytes // 8)
+        soon_nbytes = min(num_soon * stride, resident.arena.budget_nbytes // 8)
         while missing:
             self._surrender(resident, stride)
             with self._lock:

@@ -13,7 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from .block.hashing import Digests
 from .outcomes import Counters, Tier
 from .pace import Pace
-from .plan import Parts
+from .plan import Flags, Parts
 from .residency import Residency, Slots
 from .table.block_table import BlockTable
 from .table.journal import Journal, Ticket
@@ -35,7 +36,11 @@ from .units import MiB
 from .wal.records import DROP, DROP_DTYPE, PUT, PUT_DTYPE
 
 _BATCH_NBYTES = 32 * MiB
-"""Small enough that while one batch is looked for, logged or ends, others keep the disk busy."""
+"""Small enough that while one batch is looked for, logged or ends, others keep the disk busy; large enough that the
+large parts of two keep every thread of the store at work."""
+
+_MOST_SOON = 256
+"""For so many parts at least, if they wait, room is made at once: to choose and log who leaves is rare then."""
 
 _QUEUE_NBYTES = 256 * MiB
 _NUM_WORKERS = 3
@@ -92,10 +97,12 @@ class _Wanted:
 class Reserve(Protocol):
     """Room on the disk: `Room.reserve` of that tier."""
 
-    def __call__(self, part_nbytes: int, count: int, until: float, *, num_soon: int = 0) -> Slots: ...
+    def __call__(
+        self, part_nbytes: int, count: int, until: float, *, num_soon: Callable[[], int]
+    ) -> Slots: ...
 
 
-def _no_room(part_nbytes: int, count: int, until: float, *, num_soon: int = 0) -> Slots:
+def _no_room(part_nbytes: int, count: int, until: float, *, num_soon: Callable[[], int]) -> Slots:
     return np.empty(0, np.int64)
 
 
@@ -328,9 +335,7 @@ class Spiller:
         """Mark what is still to be spilled as moving, by part size. What is on its way already is waited for."""
         table, spilling = self._table, wanted.spilling
         with self._lock:
-            rows, at = table.find(wanted.digests), np.arange(len(wanted.groups))
-            in_memory = table.slot[: Tier.DISK, wanted.groups, rows].max(axis=0) >= 0
-            needed = (rows >= 0) & in_memory & ~table.on_disk(rows)[wanted.groups, at]
+            rows, needed = self._still_wanted(wanted.digests, wanted.groups)
             parts = Parts(rows, wanted.groups)[needed]
             spilling.began(len(parts))
             fresh = np.ones(len(parts), dtype=np.bool_)
@@ -346,10 +351,10 @@ class Spiller:
     def _spill_batch(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
         stride = part_nbytes + SLOT_HEADER_NBYTES
         with self._wake:
-            num_soon = self._num_queued[stride]
-        self._find_space(part_nbytes, len(rows) + num_soon)
+            num_queued = self._num_queued[stride]
+        self._find_space(part_nbytes, len(rows) + num_queued)
         until = time.monotonic() + self._deadline_s
-        slots = self.reserve(part_nbytes, len(rows), until, num_soon=num_soon)
+        slots = self.reserve(part_nbytes, len(rows), until, num_soon=partial(self._num_soon, stride))
         if len(slots) < len(rows):
             self._counters.add("spill_no_space_parts", len(rows) - len(slots))
             self._give_up(rows[len(slots) :], groups[len(slots) :])
@@ -367,6 +372,32 @@ class Spiller:
             return
         self.trouble = None
         self._log_put(part_nbytes, rows, groups, slots, headers, checksums)
+
+    def _num_soon(self, stride: int) -> int:
+        """How many parts of this size wait in the queue, up to about `_MOST_SOON`, that are not on DISK by then.
+
+        What several requests ask for is counted once, or more would have to leave than comes.
+        """
+        with self._wake:
+            ends = accumulate(len(piece.groups) for piece in self._queue)
+            count = next((n for n, end in enumerate(ends, 1) if end >= _MOST_SOON), len(self._queue))
+            pieces = [self._queue[n] for n in range(count)]
+        if not pieces:
+            return 0
+        groups = np.concatenate([piece.groups for piece in pieces])
+        with self._lock:
+            rows, needed = self._still_wanted(np.concatenate([piece.digests for piece in pieces]), groups)
+            needed &= self._table.moving[rows] == 0
+            parts = Parts(rows, groups)[needed]
+            parts = parts[self._resident.strides_of(parts) == stride]
+        return len(set(parts))
+
+    def _still_wanted(self, digests: Digests, groups: npt.NDArray[np.int64]) -> tuple[Rows, Flags]:
+        """The rows of these parts, and which of them are in memory and not on DISK (lock held)."""
+        table = self._table
+        rows, at = table.find(digests), np.arange(len(groups))
+        in_memory = table.slot[: Tier.DISK, groups, rows].max(axis=0) >= 0
+        return rows, (rows >= 0) & in_memory & ~table.on_disk(rows)[groups, at]
 
     def _find_space(self, part_nbytes: int, count: int) -> None:
         """Disk space for so many parts at once, those queued behind the next included, as far as the budget goes.

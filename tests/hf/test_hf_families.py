@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, MORE, POOLING, RECURRENT, prompt
 from transformers import DynamicCache
 
 from tieredkv.errors import BadInput
-from tieredkv.hf import ChatModel
+from tieredkv.hf import ChatModel, identity
 from tieredkv.hf.probe import forward_arguments
 from tieredkv.hf.restore import restore
 from tieredkv.hf.rows import _together
@@ -234,3 +234,23 @@ def test_where_chats_part_a_state_is_kept_for_the_third(
             got = say(session, model, ids, num_new=4)
             assert session.last_explain.reused_tokens == reused
             assert torch.equal(got, model.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "lfm2"])
+def test_within_a_long_prompt_a_state_is_kept_every_so_often(
+    name: str, open_kv: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "_LEAST_INTERVAL", 64)
+    model = ALL[name]()
+    chat = ChatModel(open_kv(), model, tokenizer)
+    every = chat._live.facts.interval
+    assert every >= 64
+    ids = prompt(3 * every + 40)
+    with chat.session("long") as session:
+        say(session, model, ids, num_new=4)
+    for end in (2 * every + 7, every + 3, every - 1):
+        edited = torch.cat([ids[:, :end], prompt(9, seed=end)], dim=1)
+        with chat.session(f"to {end}") as session:
+            got = say(session, model, edited, num_new=4)
+            assert session.last_explain.reused_tokens == end // every * every
+            assert torch.equal(got, model.generate(edited, max_new_tokens=4, do_sample=False))

@@ -16,7 +16,9 @@ import numpy as np
 import tieredkv
 from tieredkv import Config
 from tieredkv.policy.registry import POLICIES
-from tieredkv.units import KiB, MiB
+from tieredkv.tier.arena import DISK_CHUNK_NBYTES
+from tieredkv.tier.slab_format import SLOT_HEADER_NBYTES
+from tieredkv.units import KiB, MiB, align_up
 
 from . import traces, workload
 from .child import Say
@@ -59,7 +61,7 @@ def measure(plan: Plan) -> Iterator[Figure | Sheet]:
         "Who finds what: hits by tier",
         "Share of prompt tokens found on each tier, of all asked for; the last column is what a cache without"
         " bounds would find. Device, host and disk hold these shares of a workload's distinct blocks, 48 blocks at"
-        f" least: {sources}.",
+        f" least, the disk in whole chunks of 4 MiB: {sources}.",
         ("share of tokens", "device", "host", "disk", "together", "unbounded"), tuple(rows), draw="stacked",
     )  # fmt: skip
     yield from restart_figure(restarted)
@@ -143,7 +145,8 @@ def _read(requests: str, policy: str) -> tuple[list[list[int]], Config]:
     asked: list[list[int]] = one["requests"]
     distinct = len({block for request in asked for block in request})
     device, host, disk = (max(_LEAST_BLOCKS, int(share * distinct)) for share in one["shares"])
+    chunks_nbytes = align_up(disk * (PART_NBYTES + SLOT_HEADER_NBYTES), DISK_CHUNK_NBYTES)
     return asked, Config(
         device_nbytes=device * PART_NBYTES, host_nbytes=host * PART_NBYTES, policy=policy, block_size=BLOCK_SIZE,
-        disk_nbytes=max(8 * MiB, 2 * MiB + disk * (PART_NBYTES + 4 * KiB) * 5 // 4), deadline_s=_WAIT_S,
+        disk_nbytes=max(8 * MiB, chunks_nbytes * 4 // 3), deadline_s=_WAIT_S,
     )  # fmt: skip
