@@ -159,6 +159,7 @@ def test_new_weights_under_an_old_name_find_nothing_also_not_what_is_on_its_way(
         "host_nbytes": "128KiB",
         "disk_nbytes": "8MiB",
         "log_keep_nbytes": 0,
+        "deadline_s": 30.0,  # whoever makes room here waits for the disk, which others may keep busy for seconds
     }
     with opened(tmp_path, fs=fs, **changes) as kv:
         space = kv.namespace(old, MIXED)
