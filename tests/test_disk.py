@@ -671,6 +671,22 @@ def test_a_file_system_without_direct_transfers_is_counted(tmp_path: Path) -> No
         assert kv.stats().counters["direct_refused"] == 1
 
 
+def test_a_log_that_could_not_be_read_at_the_first_look_is_counted(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))
+    reads: list[str] = []
+
+    def first_fails(operation: str, path: str) -> None:
+        if operation == "preadv" and path.endswith(".wal"):
+            reads.append(path)
+            if len(reads) == 1:
+                raise OSError(errno.EIO, "made to fail", path)
+
+    with opened(tmp_path, fs=HookedFs(first_fails)) as kv:
+        assert len(reads) > 1 and kv.stats().counters["log_read_errors"] == 1
+        assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))[0] == 320
+
+
 def test_memory_that_cannot_be_pinned_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

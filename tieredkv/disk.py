@@ -20,7 +20,7 @@ from .policy import make_policy
 from .residency import Residency, Slots
 from .system import Fs, Lock
 from .table.journal import Journal
-from .table.recovery import SLABS, TRACE, WAL, Recovered, claim, recover, unlink_broken
+from .table.recovery import SLABS, TRACE, WAL, Recovered, Survey, claim, recover, unlink_broken
 from .table.salvage import salvage
 from .table.state import State
 from .table.trace import NO_TRACE, NoTrace, Trace, traces_nbytes, unlink_traces
@@ -29,6 +29,7 @@ from .tier.base import FailedPlace, PartStore, StoreFailed
 from .tier.slab import SlabStore
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .units import KiB, MiB, align_up, format_nbytes
+from .wal.reader import Head
 from .wal.records import DROP, DROP_DTYPE
 from .wal.writer import LogWriter
 
@@ -213,11 +214,13 @@ def open_disk(
     """
     trace_nbytes = _trace_nbytes(fs, path, config, sizes)
     segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes, trace_nbytes)
-    lock_file = claim(fs, path)
+    first_look: list[Survey] = []
+    lock_file = claim(fs, path, first_look.append)
     try:
         recovered = recover(
             fs, path, state, strict=config.strict, salvage=lambda: _salvage(fs, path, config, sizes, state)
         )
+        _count_passing_errors(first_look[0], recovered, counters)
         state.settle()
         # Also above what salvaged slots hold, which no segment header may tell any more.
         open_number = max(recovered.open_number, (state.table.last_put_seq() >> 32) + 1)
@@ -255,6 +258,14 @@ def open_disk(
     except TieredKVError:
         lock_file.close()
         raise
+
+
+def _count_passing_errors(first_look: Survey, recovered: Recovered, counters: Counters) -> None:
+    """Segments that could not be read at first and then could: nothing was lost, but a disk that errs is not well."""
+    good = {segment.number for segment in recovered.segments if segment.head is Head.GOOD}
+    num_erred = sum(s.head is Head.DAMAGED and s.number in good for s in first_look.segments)
+    if num_erred:
+        counters.add("log_read_errors", num_erred)
 
 
 def _resident(

@@ -138,14 +138,17 @@ def survey(fs: Fs, store_dir: str) -> Survey:
     return found
 
 
-def claim(fs: Fs, store_dir: str) -> Lock:
+def claim(fs: Fs, store_dir: str, seen: Callable[[Survey], None] = lambda _found: None) -> Lock:
     """Make the directory if need be and take its lock, once it is sure that it may be used.
+
+    Args:
+        seen: told what was found before the lock was taken, which is looked at again behind it.
 
     Raises:
         StoreHeld: a living process has it.
         PathUnusable, NewerFormat, NotAStore: as `survey`; nothing was changed.
     """
-    survey(fs, store_dir)
+    seen(survey(fs, store_dir))
     try:
         fs.make_dir(store_dir)
         return fs.lock(f"{store_dir}/{LOCK}")
