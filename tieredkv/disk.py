@@ -217,9 +217,7 @@ def open_disk(
     first_look: list[Survey] = []
     lock_file = claim(fs, path, first_look.append)
     try:
-        recovered = recover(
-            fs, path, state, strict=config.strict, salvage=lambda: _salvage(fs, path, config, sizes, state)
-        )
+        recovered = _recover(fs, path, config, sizes, state)
         _count_passing_errors(first_look[0], recovered, counters)
         state.settle()
         # Also above what salvaged slots hold, which no segment header may tell any more.
@@ -258,6 +256,12 @@ def open_disk(
     except TieredKVError:
         lock_file.close()
         raise
+
+
+def _recover(fs: Fs, path: str, config: Config, sizes: Sizes, state: State) -> Recovered:
+    return recover(
+        fs, path, state, strict=config.strict, salvage=lambda: _salvage(fs, path, config, sizes, state)
+    )
 
 
 def _count_passing_errors(first_look: Survey, recovered: Recovered, counters: Counters) -> None:
