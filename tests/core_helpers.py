@@ -128,10 +128,30 @@ def load_checked(space: Any, tokens: np.ndarray, timeout_s: float | None = None)
         return prefix.num_tokens, prefix.reason
 
 
+def comes_true(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    """Whether the condition held at any look in time; it is not looked at again, for it may pass."""
+    until = time.monotonic() + timeout_s
+    while not (is_true := condition()) and time.monotonic() < until:
+        time.sleep(0.005)
+    return is_true
+
+
+def settled(kv: TieredCache, tokens: np.ndarray, timeout_s: float = 60.0) -> bool:
+    """Store `tokens` again and again until they are taken whole, committed and flushed."""
+    space = kv.namespace(IDENTITY, MIXED)
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        stored = store(space, tokens)
+        if not stored.num_refused and stored.wait(1) and kv.flush(2).ok:
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def small(**changes: Any) -> Config:
     base: dict[str, Any] = {
         "device_nbytes": "256KiB", "host_nbytes": "256KiB", "disk_nbytes": "32MiB", "block_size": SIZE,
-        "deadline_s": 2.0,
+        "deadline_s": 30.0,
     }  # fmt: skip
     return Config(**(base | changes))
 
@@ -148,7 +168,7 @@ def opened(path: Any, fs: Any = None, clock: Any = None, **changes: Any) -> Iter
 
 def memory_only_disk(cache: TieredCache) -> None:
     """Let go of everything in memory, so that the next load must come from the disk."""
-    assert cache.flush(10).ok
+    assert cache.flush(60).ok
     with cache._lock:
         for tier in (Tier.DEVICE, Tier.HOST):
             resident = cache._residents.get(tier)

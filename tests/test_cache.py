@@ -54,7 +54,7 @@ def test_everything_comes_back_through_all_tiers_and_a_restart(
         for tokens in prompts:
             stored = store(space, tokens)
             assert (stored.num_refused, stored.reason) == (0, Reason.COMPLETE)
-            assert stored.wait(5)
+            assert stored.wait(60)
             kv.check()
         for tokens in prompts:
             assert load_checked(space, tokens) == (320, Reason.COMPLETE)
@@ -93,13 +93,13 @@ def test_fewer_tiers(tmp_path: Path, kind: str) -> None:
     with opened(tmp_path / "store", **changes[kind]) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         for seed in range(6):
-            assert store(space, prompt(seed)).wait(5)
+            assert store(space, prompt(seed)).wait(60)
             kv.check()
         last = load_checked(space, prompt(5))
         assert last == (320, Reason.COMPLETE)
         first = load_checked(space, prompt(0))
         assert first == ((320, Reason.COMPLETE) if kind == "no host" else (0, Reason.EVICTED))
-        assert kv.flush(5).ok == (kind == "no host")
+        assert kv.flush(60).ok == (kind == "no host")
         quiet(kv)
         assert_nothing_stranded(kv)
     assert (tmp_path / "store").exists() == (kind == "no host")
@@ -149,7 +149,7 @@ def least_recent(kv: tieredkv.TieredCache) -> list[int]:
 def test_lookup_is_pure(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         space = kv.namespace(IDENTITY, MIXED)
-        store(space, prompt(1)).wait(5)
+        store(space, prompt(1)).wait(60)
         quiet(kv)
         before = kv.stats()
         order = least_recent(kv)
@@ -178,7 +178,7 @@ def test_store_copies_and_a_second_store_changes_nothing(tmp_path: Path) -> None
             again = space.store(tokens, tensors, anchors=[320])
             assert (again.num_new, again.num_present, again.num_refused) == (0, 20, 0)
         assert load_checked(space, tokens) == (320, Reason.COMPLETE)
-        assert kv.flush(5).ok
+        assert kv.flush(60).ok
         quiet(kv)
         assert kv.stats().num_blocks == 20
         kv.check()
@@ -390,7 +390,7 @@ def test_a_disk_budget_that_is_accepted_holds_blocks(tmp_path: Path, budget: str
         with opened(tmp_path, disk_nbytes=budget) as kv:
             space = kv.namespace(IDENTITY, LAYOUTS["mixed"])
             stored = store(space, prompt(1))
-            assert stored.wait(5) and kv.flush(5).ok, kv.flush(5)
+            assert stored.wait(60) and kv.flush(60).ok, kv.flush(60)
     except BadConfig:
         return
     with opened(tmp_path, disk_nbytes=budget) as kv:
@@ -415,7 +415,7 @@ def test_a_smaller_budget_is_met_at_open(tmp_path: Path) -> None:
     with opened(tmp_path, disk_nbytes="64MiB", device_nbytes="8MiB", host_nbytes="8MiB") as kv:
         space = kv.namespace(IDENTITY, LAYOUTS["uneven"])
         for seed in range(60):
-            assert store(space, prompt(seed)).wait(5)
+            assert store(space, prompt(seed)).wait(60)
     assert directory_nbytes(tmp_path) > 16 << 20
     with opened(tmp_path, disk_nbytes="16MiB") as kv:
         space = kv.namespace(IDENTITY, LAYOUTS["uneven"])
@@ -476,7 +476,7 @@ def test_a_script_that_forgets_to_close_ends_and_loses_nothing_committed(tmp_pat
         "from core_helpers import *\n"
         "kv = open_cache(sys.argv[1], small())\n"
         "space = kv.namespace(IDENTITY, MIXED)\n"
-        "assert store(space, prompt(1)).wait(5)\n"
+        "assert store(space, prompt(1)).wait(60)\n"
     )
     here = Path(__file__).parent
     subprocess.run(

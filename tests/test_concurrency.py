@@ -144,7 +144,7 @@ def test_two_threads_meet_the_same_damage(tmp_path: Path) -> None:
         barrier = threading.Barrier(8)
 
         def load() -> None:
-            barrier.wait(10)
+            barrier.wait(60)
             for seed in range(4):
                 assert load_checked(space, prompt(seed))[0] == 0
 
@@ -156,7 +156,7 @@ def test_two_threads_meet_the_same_damage(tmp_path: Path) -> None:
         quiet(kv)
         kv.check()
         for seed in range(4):
-            assert store(space, prompt(seed)).wait(5)
+            assert store(space, prompt(seed)).wait(60)
         memory_only_disk(kv)
         for seed in range(4):
             assert load_checked(space, prompt(seed)) == (320, Reason.COMPLETE)
@@ -167,7 +167,7 @@ def test_a_loaded_prefix_under_pressure_stays(tmp_path: Path) -> None:
     """P10: what is pinned neither leaves nor changes, also when everything else must."""
     with opened(tmp_path, device_nbytes="200KiB", host_nbytes="100KiB", disk_nbytes="9MiB") as kv:
         space = kv.namespace(IDENTITY, MIXED)
-        store(space, prompt(0)).wait(5)
+        store(space, prompt(0)).wait(60)
         memory_only_disk(kv)
         with space.load(prompt(0)) as prefix:
             for seed in range(1, 90):
@@ -328,7 +328,7 @@ def test_a_forked_child_is_told_and_harms_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         session = kv.session("a", space)
-        store(space, prompt(0)).wait(5)
+        store(space, prompt(0)).wait(60)
         prefix = space.load(prompt(0))
 
         def child() -> None:
@@ -354,11 +354,11 @@ def test_a_forked_child_is_told_and_harms_nothing(tmp_path: Path) -> None:
         def holder() -> None:
             with kv._lock:
                 held.set()
-                hold.wait(20)
+                hold.wait(60)
 
         thread = threading.Thread(target=holder)
         thread.start()
-        held.wait(5)
+        held.wait(60)
         try:
             assert outcome_of(child, 10.0) == 0
         finally:
@@ -367,8 +367,8 @@ def test_a_forked_child_is_told_and_harms_nothing(tmp_path: Path) -> None:
         assert_right(space, prompt(0), prefix)
         prefix.close()
         session.commit(prompt(0), [Turn("user", 20)])
-        store(space, prompt(1)).wait(5)
-        assert kv.flush(5).ok
+        store(space, prompt(1)).wait(60)
+        assert kv.flush(60).ok
         kv.check()
     with opened(tmp_path) as kv:
         space = kv.namespace(IDENTITY, MIXED)
@@ -380,7 +380,7 @@ def test_the_lock_is_free_after_its_owner_died_though_a_child_of_it_lives(tmp_pa
     owner = os.fork()
     if owner == 0:
         kv = open_cache(tmp_path, small())
-        store(kv.namespace(IDENTITY, MIXED), prompt(0)).wait(5)
+        store(kv.namespace(IDENTITY, MIXED), prompt(0)).wait(60)
         child = os.fork()
         if child == 0:
             time.sleep(30)
@@ -407,7 +407,7 @@ def test_the_lock_is_free_after_its_owner_died_though_a_child_of_it_lives(tmp_pa
 def test_purging_what_is_in_use_leaves_a_cache_that_works(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         space = kv.namespace(IDENTITY, MIXED)
-        store(space, prompt(0)).wait(5)
+        store(space, prompt(0)).wait(60)
         failures: list[BaseException] = []
         stop = threading.Event()
 
@@ -436,7 +436,7 @@ def test_purging_what_is_in_use_leaves_a_cache_that_works(tmp_path: Path) -> Non
         again = kv.namespace(IDENTITY, MIXED)
         assert store(again, prompt(9)).num_refused == 0
         assert load_checked(again, prompt(9))[0] == 320
-        assert kv.flush(5).ok
+        assert kv.flush(60).ok
         quiet(kv)
         kv.check()
     with opened(tmp_path) as kv:
@@ -447,7 +447,7 @@ def test_purging_what_is_in_use_leaves_a_cache_that_works(tmp_path: Path) -> Non
 def test_purging_what_a_prefix_holds_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path, deadline_s=0.3) as kv:
         space = kv.namespace(IDENTITY, MIXED)
-        store(space, prompt(0)).wait(5)
+        store(space, prompt(0)).wait(60)
         with space.load(prompt(0)) as prefix:
             with pytest.raises(SessionError, match="in use"):
                 kv.purge(space)
@@ -459,7 +459,7 @@ def test_purging_what_a_prefix_holds_is_refused(tmp_path: Path) -> None:
         assert again.lookup(prompt(0)).num_tokens == 0
         for seed in range(1, 12):
             assert store(again, prompt(seed)).num_refused == 0
-        assert kv.flush(5).ok
+        assert kv.flush(60).ok
         quiet(kv)
         kv.check()
         with kv._lock:

@@ -82,14 +82,14 @@ def busy(path: Path, layout: str, base: int, changes: dict[str, Any]) -> Callabl
         for number in range(10_000):
             seed = base * 10_000 + number
             stored = store(space, prompt(seed, 6 * SIZE + 3))
-            if rng.random() < 0.7 and stored.wait(5):
+            if rng.random() < 0.7 and stored.wait(60):
                 say(f"block {seed}")
             if rng.random() < 0.3:
                 tokens = np.concatenate((tokens[: rng.randrange(len(tokens) + 1)], prompt(seed, 37)))
                 session.commit(tokens, [Turn("user", len(tokens))], meta={"n": number})
                 say(f"session s{base} {number} {tokens.tobytes().hex()}")
             if rng.random() < 0.1:
-                assert kv.flush(5).ok
+                assert kv.flush(60).ok
             if rng.random() < 0.1:
                 kv.checkpoint()
 
@@ -185,7 +185,7 @@ def purging(path: Path) -> Callable[[Say], None]:
         kv = open_cache(path, small(log_keep_nbytes=0))
         for number in range(1000):
             space = kv.namespace(IDENTITY, LAYOUTS["mixed"])
-            store(space, prompt(1)).wait(5)
+            store(space, prompt(1)).wait(60)
             with kv.session("gone", space) as session:
                 session.commit(prompt(1), [], anchors=[320])
             say(f"purge {number}")

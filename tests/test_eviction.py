@@ -68,9 +68,9 @@ def test_a_hit_touches_every_tier(tmp_path: Path) -> None:
     """A prompt always hit on the device is not the coldest on disk."""
     with opened(tmp_path, device_nbytes="1MiB", disk_nbytes="8MiB", log_keep_nbytes=0) as kv:
         space = kv.namespace(IDENTITY, LAYOUTS["full"])
-        store(space, prompt(0)).wait(5)
+        store(space, prompt(0)).wait(60)
         for seed in range(1, 60):
-            assert store(space, prompt(seed)).wait(5)
+            assert store(space, prompt(seed)).wait(60)
             load_checked(space, prompt(0))
         with kv._lock:
             rows = kv._table.find(space.chain(prompt(0)))
@@ -117,9 +117,9 @@ def test_room_for_one_part_size_does_not_cost_what_is_hit_its_other_parts(tmp_pa
     sizes = {"device_nbytes": "16MiB", "host_nbytes": 0, "disk_nbytes": "32MiB", "log_keep_nbytes": 0}
     with opened(tmp_path, **sizes) as kv:
         space = kv.namespace(IDENTITY, layout)
-        assert store(space, prompt(0, num_tokens)).wait(5)
+        assert store(space, prompt(0, num_tokens)).wait(60)
         for seed in range(1, 65):
-            assert store(space, prompt(seed, num_tokens)).wait(5)
+            assert store(space, prompt(seed, num_tokens)).wait(60)
             if seed % 4 == 0:
                 with space.load(prompt(0, num_tokens + 1)) as prefix:
                     assert prefix.by_tier == whole, f"after {seed} chains"
@@ -205,7 +205,7 @@ def test_room_is_made_once_for_what_several_requests_want(
 
     def waiting(self: Any, wanted: Any) -> bool:
         begun.release()
-        return go.wait(30) and spill(self, wanted)
+        return go.wait(60) and spill(self, wanted)
 
     monkeypatch.setattr(spiller.Spiller, "_spill", waiting)
     with opened(tmp_path) as kv:
@@ -291,7 +291,7 @@ def test_a_prefix_below_the_device_is_read_once(tmp_path: Path) -> None:
     """More than the device holds: the rest is used from where it lies, or read into memory of its own."""
     with opened(tmp_path, device_nbytes="32KiB", host_nbytes="32KiB") as kv:
         space = kv.namespace(IDENTITY, MIXED)
-        assert store(space, prompt(0)).wait(5)
+        assert store(space, prompt(0)).wait(60)
         for _ in range(3):
             assert load_checked(space, prompt(0)) == (320, Reason.COMPLETE)
             kv.check()
@@ -404,7 +404,7 @@ def test_anchors_of_two_sessions_are_counted_apart(tmp_path: Path) -> None:
 def test_a_block_evicted_from_disk_alone_comes_there_again_with_its_token_ids(tmp_path: Path) -> None:
     with opened(tmp_path, device_nbytes="1MiB", durability="flush") as kv:
         space = kv.namespace(IDENTITY, MIXED)
-        assert store(space, prompt(0), anchors=[320]).wait(5)
+        assert store(space, prompt(0), anchors=[320]).wait(60)
         assert not kv._table.tokens, "ids of blocks that are all on disk are kept in their slots alone"
         assert kv._room is not None and kv._disk is not None
         disk = kv._residents[Tier.DISK]
@@ -412,7 +412,7 @@ def test_a_block_evicted_from_disk_alone_comes_there_again_with_its_token_ids(tm
             leaving = disk.parts_of(kv._table.find(space.chain(prompt(0))))
             kv._room._start_moves(leaving)
         kv._room._leave_disk(leaving, time.monotonic() + 5)
-        assert kv.flush(5).num_spilled == len(leaving)
+        assert kv.flush(60).num_spilled == len(leaving)
         with kv._lock:
             rows = kv._table.find(space.chain(prompt(0)))
             slots = kv._table.slot[Tier.DISK, 0, rows].astype(np.int64)

@@ -73,7 +73,7 @@ def test_each_field_alone_is_a_miss_that_names_it(
     tokens = prompt(1)
     with opened(tmp_path) as kv:
         mine = kv.namespace(BASE, MIXED)
-        assert store(mine, tokens).wait(5)
+        assert store(mine, tokens).wait(60)
         for _ in ("memory", "disk"):
             other = kv.namespace(dataclasses.replace(BASE, **change), layout)
             found = other.lookup(tokens)
@@ -96,7 +96,7 @@ def test_each_field_alone_is_a_miss_that_names_it(
 
 def test_the_same_identity_built_anew_is_a_hit(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
-        store(kv.namespace(BASE, MIXED), prompt(1)).wait(5)
+        store(kv.namespace(BASE, MIXED), prompt(1)).wait(60)
     again = Identity(
         weights="11" * 32,
         dtypes={"kv": "int32"},
@@ -124,7 +124,7 @@ def test_names_of_any_length_and_script(tmp_path: Path) -> None:
     identity = dataclasses.replace(BASE, salt="ü" * 4000, adapters={"名前/../" * 50: "aa"})
     with opened(tmp_path) as kv:
         space = kv.namespace(identity, MIXED)
-        store(space, prompt(1)).wait(5)
+        store(space, prompt(1)).wait(60)
         kv.session("sitzung/ü 名前 " * 30, space).commit(prompt(1), [])
     with opened(tmp_path) as kv:
         assert load_checked(kv.namespace(identity, MIXED), prompt(1))[0] == 320

@@ -18,7 +18,7 @@ def test_repair_drops_what_is_bad_and_keeps_the_rest(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         for seed in range(3):
-            assert store(space, prompt(seed)).wait(5)
+            assert store(space, prompt(seed)).wait(60)
     slab = max((tmp_path / "slabs").iterdir(), key=lambda file: file.stat().st_size)
     with open(slab, "r+b") as file:
         file.seek(4096 + 7)
@@ -38,19 +38,19 @@ def test_put_numbers_go_on_above_what_slots_prove(tmp_path: Path) -> None:
     """With the log gone nothing but slot headers tells how often the store was opened."""
     for seed in range(3):
         with opened(tmp_path) as kv:
-            assert store(kv.namespace(IDENTITY, MIXED), prompt(seed)).wait(5)
+            assert store(kv.namespace(IDENTITY, MIXED), prompt(seed)).wait(60)
     before = int(read(tmp_path).state.table.put_seq.max())
     for file in [*(tmp_path / "wal").iterdir(), *tmp_path.glob("table-*")]:
         file.unlink()
     repair(tmp_path, ())
     with opened(tmp_path) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(9)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(9)).wait(60)
     assert int(read(tmp_path).state.table.put_seq.max()) >> 32 > before >> 32
 
 
 def test_copies_left_aside_go_with_a_removal(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
     left = [tmp_path / "wal" / "0000000001.wal.broken", tmp_path / "wal.broken"]
     for path in left:
         path.write_bytes(b"old")

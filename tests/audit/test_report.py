@@ -17,7 +17,7 @@ from tieredkv.errors import NotAStore
 
 def test_stat_of_a_living_store_sees_what_a_crash_would_leave(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
         found, live = stat(tmp_path), kv.stats()
         assert found.last_lsn == live.last_lsn and found.num_blocks == live.num_blocks
         assert found.log_end == "clean" and found.damage == ()
@@ -27,7 +27,7 @@ def test_stat_of_a_living_store_sees_what_a_crash_would_leave(tmp_path: Path) ->
 
 def test_what_recovery_would_salvage_is_counted(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
     whole = stat(tmp_path)
     for file in [*(tmp_path / "wal").iterdir(), *tmp_path.glob("table-*")]:
         file.unlink()
@@ -46,7 +46,7 @@ def test_nothing_of_ours_is_no_store(tmp_path: Path) -> None:
 
 def test_a_store_without_its_slabs_is_damaged_and_still_looked_at(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
     whole = fsck(tmp_path)
     shutil.rmtree(tmp_path / "slabs")
     report = fsck(tmp_path)

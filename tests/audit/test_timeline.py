@@ -23,7 +23,7 @@ def make(path: Path, num_prompts: int = 2, num_tokens: int = 69) -> Path:
     with opened(path) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         for seed in range(num_prompts):
-            assert store(space, prompt(seed, num_tokens)).wait(5)
+            assert store(space, prompt(seed, num_tokens)).wait(60)
     return path
 
 

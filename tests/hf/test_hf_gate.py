@@ -176,7 +176,7 @@ def test_a_prefetch_from_a_slow_disk_is_not_waited_for_where_computing_is_sooner
             assert session.last_explain.reason == RECOMPUTED
             reads.set()
             place.fs.hook = plain
-            assert coming.wait(30) and coming.num_tokens == 0 and kv.stats().num_pins == 0
+            assert coming.wait(60) and coming.num_tokens == 0 and kv.stats().num_pins == 0
             session.commit(out)
 
 

@@ -161,13 +161,13 @@ def test_prefetch_while_the_user_types(name: str, open_kv: Callable[..., Any], t
     with ChatModel(kv, model, tokenizer).session("s") as session:
         coming = session.prefetch()
         assert session.prefetch() is coming
-        assert coming.wait(30) and coming.done and coming.num_tokens == held and kv.stats().num_pins == 0
+        assert coming.wait(60) and coming.done and coming.num_tokens == held and kv.stats().num_pins == 0
         assert kv.stats().tiers[0].num_parts > 0 and kv.stats().working_nbytes > 0
         say(session, "And in winter?")
         assert session.last_explain.by_tier == {"session": held}
         assert session.tokens.tolist() == plain_answer(model, session)
         again = session.prefetch()
-        assert again.wait(30) and again.num_tokens == 0, "its own memory reaches further"
+        assert again.wait(60) and again.num_tokens == 0, "its own memory reaches further"
         say(session, "Why?")
         assert session.tokens.tolist() == plain_answer(model, session)
 

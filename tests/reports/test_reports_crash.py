@@ -124,7 +124,7 @@ def test_a_flush_that_changed_segments_survives_a_power_cut(lost: str) -> None:
     for number in range(3):
         stored = store(space, prompt(number))
         session.commit(prompt(number), [], stored=[stored], meta={"n": number})
-        assert kv.checkpoint() if number < 2 else kv.flush(10).ok
+        assert kv.checkpoint() if number < 2 else kv.flush(60).ok
     assert kv.stats().counters["checkpoints"] >= 2
     frozen = fs.disk.freeze()
     kinds = {"all": ("name", "size", "data"), "names": ("name",), "data": ("size", "data")}[lost]
@@ -151,7 +151,7 @@ def test_lmdb_is_never_asked_to_be_fast_at_the_price_of_order(
     real = lmdb.open
     monkeypatch.setattr(lmdb, "open", open_noting)
     with opened(tmp_path, disk="lmdb", disk_nbytes="16MiB") as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(0)).wait(10) and kv.checkpoint()
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(0)).wait(60) and kv.checkpoint()
     assert len(flags) >= 2
     for found in flags:
         assert found["sync"] and found["metasync"] and found["meminit"]
@@ -205,7 +205,7 @@ def test_blocks_that_the_disk_refused_are_taken_when_they_come_again(tmp_path: P
         quiet(kv)
         assert kv.stats().counters["disk_write_errors"] > 0
         calls[0] = -1
-        until = time.monotonic() + 15
+        until = time.monotonic() + 60
         while not all(store(space, prompt(seed)).wait(2) for seed in range(6)) or not kv.flush(2).ok:
             assert time.monotonic() < until, kv.health()
         memory_only_disk(kv)

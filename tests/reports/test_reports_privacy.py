@@ -64,8 +64,8 @@ def test_only_the_owner_may_read_whatever_the_umask(tmp_path: Path, umask: int, 
     path = tmp_path / "deep" / "store"
     kv = open_cache(path, small(trace=True, disk=disk, durability="none"))
     space = kv.namespace(IDENTITY, MIXED)
-    assert store(space, prompt(0)).wait(5) and kv.flush(5).ok and kv.checkpoint()
-    assert store(space, prompt(1)).wait(5)
+    assert store(space, prompt(0)).wait(60) and kv.flush(60).ok and kv.checkpoint()
+    assert store(space, prompt(1)).wait(60)
     assert not any(modes(path).values()), modes(path)
     names = {p.name for p in path.iterdir()}
     assert names >= {"LOCK", "wal", "slabs"} and any(name.startswith("table-") for name in names)
@@ -111,7 +111,7 @@ def test_no_link_is_followed(tmp_path: Path, find: Callable[[Path], Path], chang
     path, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     with opened(path, trace=True, **changes) as kv:
         space = kv.namespace(IDENTITY, MIXED)
-        assert store(space, prompt(0)).wait(5)
+        assert store(space, prompt(0)).wait(60)
         kv.session("a", space).commit(prompt(0), [])
     place = find(path)
     place.rename(elsewhere)
@@ -158,7 +158,7 @@ def everything_public(kv: Any, space: Any, session: Any) -> dict[str, object]:
     return shown | {
         "cache": kv, "stats": kv.stats(), "health": kv.health(), "recovery": kv.recovery, "namespace": space,
         "namespace row": space.row, "session": session, "sessions": kv.sessions(), "lookup": space.lookup(IDS),
-        "other lookup": space.lookup(IDS[::-1].copy()), "stored": store(space, IDS), "flushed": kv.flush(5),
+        "other lookup": space.lookup(IDS[::-1].copy()), "stored": store(space, IDS), "flushed": kv.flush(60),
         "identity": Identity(weights="ab" * 32, salt=SALT), "config": kv.config,
     }  # fmt: skip
 

@@ -82,7 +82,7 @@ def much_use(kv: TieredCache, rng: random.Random) -> tuple[Any, set[bytes]]:
         load_checked(rng.choice((gone, keep)), prompt(rng.choice((1000, 1001, 0, 1))))
     with kv.session("secret", gone) as session:
         session.commit(prompt(1000), [Turn("user", 20)], anchors=[320], meta={"said": "MARKED WORDS"})
-    assert kv.checkpoint() and kv.flush(5).ok
+    assert kv.checkpoint() and kv.flush(60).ok
     return gone, marks | {b"MARKED WORDS", b"secret"}
 
 
@@ -129,7 +129,7 @@ def said_marks(tokens: np.ndarray) -> set[bytes]:
 def remove_while_spilling(kv: TieredCache, gate: Gate, how: str) -> None:
     """Remove blocks of which some are being written, and others wait in the queue."""
     gone, keep = kv.namespace(GONE, MIXED), kv.namespace(IDENTITY, MIXED)
-    assert store(keep, prompt(5)).wait(5)
+    assert store(keep, prompt(5)).wait(60)
     gate.shut()
     with kv.session("secret", gone) as session:
         for seed in range(1000, 1006):
@@ -194,7 +194,7 @@ def test_killed_while_removing_it_is_finished_by_the_next_opening(tmp_path: Path
                 session.commit(
                     prompt(1000), [], anchors=[320], stored=[stored], meta={"said": "MARKED WORDS"}
                 )
-            assert kv.flush(5).ok
+            assert kv.flush(60).ok
             armed.append(True)
             kv.purge(gone)
 

@@ -27,8 +27,8 @@ def test_everything_but_what_was_purged_comes_back(tmp_path: Path) -> None:
     with opened(path) as kv:
         space, other = kv.namespace(IDENTITY, MIXED), kv.namespace(OTHER, MIXED)
         for seed in range(6):
-            assert store(space, prompt(seed)).wait(5)
-            assert store(other, prompt(seed)).wait(5)
+            assert store(space, prompt(seed)).wait(60)
+            assert store(other, prompt(seed)).wait(60)
         kv.purge(other)
     num_parts = fsck(path).num_parts
     shutil.rmtree(path / "wal")
@@ -41,7 +41,7 @@ def test_everything_but_what_was_purged_comes_back(tmp_path: Path) -> None:
         space = kv.namespace(IDENTITY, MIXED)
         for seed in range(6):
             assert load_checked(space, prompt(seed))[0] == 320
-        assert store(space, prompt(77)).wait(5)
+        assert store(space, prompt(77)).wait(60)
         kv.check()
         assert kv.namespace(OTHER, MIXED).lookup(prompt(0)).num_tokens == 0
 
@@ -49,7 +49,7 @@ def test_everything_but_what_was_purged_comes_back(tmp_path: Path) -> None:
 def test_a_damaged_part_stays_behind(tmp_path: Path) -> None:
     path, out = tmp_path / "store", tmp_path / "out"
     with opened(path) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
     slab = max((path / "slabs").iterdir(), key=lambda file: file.stat().st_size)
     with open(slab, "r+b") as file:
         file.seek(4096 + 100)
@@ -79,9 +79,9 @@ def test_ten_thousand_blocks_without_a_log(tmp_path: Path, disk: str) -> None:
                 12 if disk == "slab" else 0
             ):  # a purge drops all there is in the one payload file of LMDB
                 for other in range(3):
-                    assert store(purged, prompt(900 + other, NUM_BLOCKS * SIZE)).wait(30)
+                    assert store(purged, prompt(900 + other, NUM_BLOCKS * SIZE)).wait(60)
                 kv.purge(purged)
-            assert store(space, tokens).wait(30)
+            assert store(space, tokens).wait(60)
         assert kv.flush(60).ok
         digests = {d.tobytes() for tokens in prompts for d in space.chain(tokens)}
         gone = {

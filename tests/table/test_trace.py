@@ -29,7 +29,7 @@ def test_it_tells_where_every_part_sat(tmp_path: Path) -> None:
     with opened(tmp_path, trace=True) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         for seed in range(8):
-            assert store(space, prompt(seed)).wait(5)
+            assert store(space, prompt(seed)).wait(60)
         for seed in range(8):
             load_checked(space, prompt(seed))
         quiet(kv)
@@ -70,7 +70,7 @@ def test_its_files_keep_their_bound(tmp_path: Path) -> None:
 
 def test_damage_and_strange_files_are_left_out(tmp_path: Path) -> None:
     with opened(tmp_path, trace=True) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
     (file,) = (tmp_path / "trace").iterdir()
     raw = bytearray(file.read_bytes())
     raw[HEADER_NBYTES + 88] = 200  # an event that there is not
@@ -83,7 +83,7 @@ def test_damage_and_strange_files_are_left_out(tmp_path: Path) -> None:
 
 def test_a_purge_removes_it_also_when_it_is_off(tmp_path: Path) -> None:
     with opened(tmp_path, trace=True) as kv:
-        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(5)
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
     assert traces_nbytes(OsFs(), str(tmp_path)) > 0
     with opened(tmp_path) as kv:
         kv.purge(kv.namespace(IDENTITY, MIXED))

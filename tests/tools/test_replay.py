@@ -40,12 +40,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with opened(path, trace=True) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         for seed in range(3):
-            assert store(space, prompt(seed, 85)).wait(5)
+            assert store(space, prompt(seed, 85)).wait(60)
         with kv.session("alice/42", space) as session:
             session.commit(prompt(0, 85), [Turn("user", 40)], anchors=[80], meta={"secret": "hush"})
         assert isinstance(session, Session)
         assert kv.checkpoint()
-        assert store(space, prompt(3, 85)).wait(5)
+        assert store(space, prompt(3, 85)).wait(60)
     return path
 
 
@@ -89,9 +89,9 @@ def test_exit_codes(path: Path, tmp_path: Path) -> None:
     (other / "letter.txt").write_text("hello")
     assert run(other)[0] == 3
     with opened(tmp_path / "held") as kv:
-        store(kv.namespace(IDENTITY, MIXED), prompt(1, 85)).wait(5)
+        store(kv.namespace(IDENTITY, MIXED), prompt(1, 85)).wait(60)
         assert run(tmp_path / "held", "--truncate")[0] == 2
-        assert kv.flush(5).ok
+        assert kv.flush(60).ok
 
 
 def test_a_life_says_where_its_knowledge_begins(path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_life_of_a_fork_begins_with_what_it_shares(tmp_path: Path) -> None:
             one.commit(prompt(0, 85), [Turn("user", 85)])
             one.fork("other").close()
             one.pin()
-        assert kv.flush(5).ok
+        assert kv.flush(60).ok
     _, life, _ = run(tmp_path / "store", "--session", "other")
     (event,) = life["events"]
     assert (event["base"], event["num_kept"], event["num_added"]) == ("one", 85, 0)
@@ -132,7 +132,7 @@ from core_helpers import IDENTITY, MIXED, opened, prompt, store
 with opened(sys.argv[1], log_keep_nbytes="1MiB") as kv:
     space = kv.namespace(IDENTITY, MIXED)
     for seed in range(int(sys.argv[3]), int(sys.argv[3]) + 6):
-        store(space, prompt(seed, 85)).wait(5)
+        store(space, prompt(seed, 85)).wait(60)
         if seed % 3 == 0:
             kv.checkpoint()
     os.kill(os.getpid(), signal.SIGKILL)

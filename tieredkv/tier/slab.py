@@ -142,14 +142,17 @@ class SlabStore:
             "a payload of another size"
         )
         if self._closed:
-            raise OSError(errno.EBADF, "the slabs are closed", self._path)
+            raise self._closed_error()
         stamp(headers, part_nbytes)
         pieces = self._pieces(part_nbytes, numbers)
         self._reserve(part_nbytes, pieces)
-        Batch(
+        batch = Batch(
             self._writers,
             [partial(self._write_piece, part_nbytes, piece, headers, payloads) for piece in pieces],
-        ).wait()
+        )
+        batch.wait()
+        if batch.is_refused:
+            raise self._closed_error()
         self._close_idle(pieces)
         return np.array(headers["checksum"], np.uint64)
 
@@ -294,6 +297,9 @@ class SlabStore:
         self._writers.close(_CLOSE_S)
         for slab in self._slabs.values():
             slab.close()
+
+    def _closed_error(self) -> OSError:
+        return OSError(errno.EBADF, "the slabs are closed", self._path)
 
     # ---- pieces --------------------------------------------------------------------------------
 

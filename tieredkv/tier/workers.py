@@ -21,31 +21,37 @@ class Workers:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._closed = False
 
-    def submit(self, job: Callable[[], None]) -> None:
-        if not self._threads:
-            self._start()
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None]) -> bool:
+        """False if they are closed: nobody would run it."""
+        with self._lock:
+            if self._closed:
+                return False
+            if not self._threads:
+                self._start()
+            self._jobs.put(job)
+        return True
 
     def close(self, timeout_s: float) -> None:
         """Run what was submitted, then end the threads; a thread held by the disk is left to itself."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        with self._lock:
+            self._closed = True
+            for _ in self._threads:
+                self._jobs.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
-        with self._lock:
-            if self._threads:
-                return
-            threads = [
-                threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
-                for number in range(self._num_threads)
-            ]
-            for thread in threads:
-                thread.start()
-            self._threads = threads
+        """Lock held."""
+        threads = [
+            threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            for number in range(self._num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        self._threads = threads
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -54,6 +60,9 @@ class Workers:
 
 class Batch(Generic[T]):
     """Jobs given to `workers` together. One that has not begun when the caller stops waiting never runs.
+
+    Attributes:
+        is_refused: some jobs are not waited for, because the workers were closed before they took them.
 
     Args:
         on_late: called with the number of each job that was not done in time, once it is over: from its
@@ -75,11 +84,13 @@ class Batch(Generic[T]):
         self._began = [False] * len(jobs)
         self._over = [False] * len(jobs)
         self._expired = False
-        for number in range(len(jobs)):
-            workers.submit(partial(self._run, number))
+        refused = [n for n in range(len(jobs)) if not workers.submit(partial(self._run, n))]
+        with self._done:
+            self._num_left -= len(refused)
+            self.is_refused = bool(refused)
 
     def wait(self, timeout_s: float | None = None) -> list[T | None]:
-        """Each job's result, None for those not done within `timeout_s`.
+        """Each job's result, None for those not done within `timeout_s` and those that were refused.
 
         Raises:
             Exception: the first that a job raised, once all are over or late.
