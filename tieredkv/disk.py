@@ -332,7 +332,9 @@ def shares(sizes: Sizes, trace_nbytes: int = 0) -> tuple[int, int, int]:
     """How the disk budget is shared: bytes of a segment, of the whole log, and of parts.
 
     Two segments, the log that is kept and three tables are set aside at once, so that neither a log at its
-    cap nor a checkpoint being written ever needs room that parts have taken.
+    cap nor a checkpoint being written ever needs room that parts have taken. Two segments more are for a log
+    at its cap: the next checkpoint is named by a new one, before the second newest, which may have been taken
+    in the middle of a segment, lets go of its own.
 
     Raises:
         BadConfig: nothing is left for parts.
@@ -340,7 +342,7 @@ def shares(sizes: Sizes, trace_nbytes: int = 0) -> tuple[int, int, int]:
     budget = sizes.disk_nbytes
     segment = align_up(min(_MAX_SEGMENT_NBYTES, max(_MIN_SEGMENT_NBYTES, budget // 64)))
     log_max = min(sizes.log_keep_nbytes, budget // 8) + 2 * segment
-    parts = budget - log_max - segment - budget // 24 - trace_nbytes
+    parts = budget - log_max - 2 * segment - budget // 24 - trace_nbytes
     if parts < _CHUNK_NBYTES:
         raise BadConfig(
             f"disk_nbytes={format_nbytes(budget)} leaves too little for parts beside the log: give 8 MiB or more"
