@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -47,6 +48,7 @@ from .wal.records import NAMESPACE, Run
 
 _LOG = logging.getLogger("tieredkv")
 _CLOSE_S = 30.0
+_AT_EXIT_S = 2.0  # for all caches together that nobody closed
 _MAX_FAILED_SYNCS = 3
 
 
@@ -137,6 +139,7 @@ class TieredCache:
             except SessionError as error:
                 self._counters.add("unfinished_removal_errors")
                 _LOG.warning("%s: %s", path, error)
+        _OPEN.add(self)
 
     def _open_disk(self, fs: Fs) -> Disk | None:
         if self._sizes.disk_nbytes == 0:
@@ -561,3 +564,17 @@ class TieredCache:
                 for memory in self._memories.values():
                     memory.close()
         return flushed
+
+
+_OPEN: weakref.WeakSet[TieredCache] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At exit: a thread that is in a call of torch when the interpreter ends takes the process down (SIGABRT)."""
+    until = time.monotonic() + _AT_EXIT_S
+    for cache in list(_OPEN):
+        try:
+            cache.close(max(0.0, until - time.monotonic()))
+        except Exception:  # the others are closed all the same
+            _LOG.exception("%s: closing at exit failed", cache.path)
