@@ -81,6 +81,17 @@ def test_a_head_evicted_before_its_tail_is_a_disorder() -> None:
     assert not oracle_of(*tail_first).expect(power=False).disorders
 
 
+def test_a_part_that_is_committed_while_its_drop_is_queued_is_not_there_after() -> None:
+    late = (
+        storing(1, ONE, TWO), (2, "committed", {"parts": [ONE]}), (3, "dropping", {"parts": [TWO], "cause": EVICTED}),
+        (4, "committed", {"parts": [TWO]}), (5, "dropping", {"parts": [ONE], "cause": EVICTED}),
+    )  # fmt: skip
+    assert not oracle_of(*late).expect(power=False).disorders
+    assert oracle_of(*late[:4]).expect(power=False).required == {ONE}
+    again = (*late[:4], (5, "dropped", {"parts": [TWO]}), (6, "committed", {"parts": [TWO]}))
+    assert oracle_of(*again).expect(power=False).required == {ONE, TWO}
+
+
 def test_the_boundary_needs_full_parts_below_and_window_parts_just_before() -> None:
     tensor = TensorSpec(0, "k", (2, TOKENS, 8), "int32")
     window = TensorSpec(1, "k", (2, TOKENS, 8), "int32")

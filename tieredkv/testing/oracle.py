@@ -291,7 +291,8 @@ class _Facts:
         self._committed.update({(d, g) for d, g in parts} - self._dropped)
 
     def _on_committed(self, parts: list[Part]) -> None:
-        self._committed.update((d, g) for d, g in parts)
+        """Applied; a drop of it that is queued already follows in the log."""
+        self._committed.update({(d, g) for d, g in parts} - self._dropping)
 
     def _on_dropping(self, parts: list[Part], cause: int) -> None:
         gone = [(d, g) for d, g in parts]

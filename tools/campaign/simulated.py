@@ -36,6 +36,7 @@ from .workload import (
 )
 
 PATH = "/sim/store"
+_FILLED = 0.35  # of all lives
 _ENOUGH = 20  # findings after which one life has nothing more to tell
 
 
@@ -60,8 +61,9 @@ def crash_batch(say: Say, seed: int, num_images: int) -> dict[str, Any]:
     rng = random.Random(seed)
     tally = Tally()
     with small_scale(), seeded_salts(seed):
-        config = draw_config(rng)
-        events, moments, life = _live(seed, config, rng, num_moments=max(4, num_images // 3))
+        fills = rng.random() < _FILLED
+        config = draw_config(rng, **({"disk_nbytes": "2MiB"} if fills else {}))
+        events, moments, life = _live(seed, config, rng, fills, num_moments=max(4, num_images // 3))
         tally.findings.wrong_bytes += life.wrong
         tally.findings.broken += [
             f"seed {seed}, on a sound disk: {line}" for line in life.errors + life.stranded
@@ -87,9 +89,9 @@ def crash_batch(say: Say, seed: int, num_images: int) -> dict[str, Any]:
 
 
 def _live(
-    seed: int, config: Config, rng: random.Random, num_moments: int
+    seed: int, config: Config, rng: random.Random, fills: bool, num_moments: int
 ) -> tuple[Events, list[_Moment], Life]:
-    """Run a life; freeze the disk before about `num_moments` of its operations."""
+    """Run a life, which `fills` its disk so that it evicts; freeze the disk before about `num_moments` operations."""
     moments: list[_Moment] = []
     over: list[str] = []
     chance = random.Random(seed ^ 0x5EED)
@@ -107,8 +109,8 @@ def _live(
     events = Events(lambda: fs.num_ops)
     weights = {"pause": 1} if config.durability == "group" else {}
     num_steps = rng.choice((6, 12, 25, 50))
-    if rng.random() < 0.2 and config.disk_nbytes == "2MiB":  # fill the disk, so that it evicts
-        num_steps, weights = 90, {**weights, "store": 100, "purge": 0, "delete": 0, "load": 4}
+    if fills:
+        num_steps, weights = 130, {**weights, "store": 100, "purge": 0, "delete": 0, "load": 4}
     life = Life(PATH, config, events, rng, fs=fs, weights=weights, clock=StillClock())
     with observed(events):
         life.open()
@@ -296,7 +298,7 @@ def _placed(found: Findings, where: str) -> Findings:
     return Findings(**{name: [f"{where}: {line}" for line in lines] for name, lines in vars(found).items()})
 
 
-def jobs(seed: int, num_images: int, per_batch: int = 60) -> Iterator[tuple[str, Callable[[Say], Any]]]:
+def jobs(seed: int, num_images: int, per_batch: int = 25) -> Iterator[tuple[str, Callable[[Say], Any]]]:
     """Batches that together make about `num_images` distinct crashes."""
     for number in range(-(-num_images // per_batch)):
         batch_seed = seed * 1_000_003 + number
