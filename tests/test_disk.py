@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -658,20 +659,32 @@ def test_a_file_system_without_direct_transfers_is_counted(tmp_path: Path) -> No
         assert kv.stats().counters["direct_refused"] == 1
 
 
-def test_a_log_that_could_not_be_read_at_the_first_look_is_counted(tmp_path: Path) -> None:
-    with opened(tmp_path) as kv:
-        store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))
-    reads: list[str] = []
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_an_error_of_a_log_file_at_open_is_counted_wherever_it_strikes(tmp_path: Path, call: str) -> None:
+    """Also in a segment that is only kept, behind the checkpoint, and where the second look succeeds."""
+    whole = tmp_path / "whole"
+    with opened(whole) as kv:
+        for seed in range(3):
+            store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))
+            assert kv.flush(60).ok and kv.checkpoint()
+    num_calls, fails_at = 0, 0
 
-    def first_fails(operation: str, path: str) -> None:
-        if operation == "preadv" and path.endswith(".wal"):
-            reads.append(path)
-            if len(reads) == 1:
+    def fail_once(operation: str, path: str) -> None:
+        nonlocal num_calls
+        if operation == call and path.endswith(".wal"):
+            num_calls += 1
+            if num_calls == fails_at:
                 raise OSError(errno.EIO, "made to fail", path)
 
-    with opened(tmp_path, fs=HookedFs(first_fails)) as kv:
-        assert len(reads) > 1 and kv.stats().counters["log_read_errors"] == 1
-        assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))[0] == 320
+    with opened(whole, fs=HookedFs(fail_once)):
+        num_openings = num_calls
+    assert num_openings >= 8, "two looks at some segments"
+    for fails_at in range(1, num_openings + 1):
+        shutil.copytree(whole, copy := tmp_path / f"copy-{fails_at}")
+        num_calls = 0
+        with opened(copy, fs=HookedFs(fail_once)) as kv:
+            assert num_calls >= fails_at
+            assert kv.stats().counters.get("log_read_errors") == 1 or kv.recovery.damage, fails_at
 
 
 def test_memory_that_cannot_be_pinned_is_counted(

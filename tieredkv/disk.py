@@ -218,7 +218,7 @@ def open_disk(
     lock_file = claim(fs, path, first_look.append)
     try:
         recovered = _recover(fs, path, config, sizes, state)
-        _count_passing_errors(first_look[0], recovered, counters)
+        _count_damaged_segments(first_look[0], recovered, counters)
         state.settle()
         # Also above what salvaged slots hold, which no segment header may tell any more.
         open_number = max(recovered.open_number, (state.table.last_put_seq() >> 32) + 1)
@@ -264,12 +264,11 @@ def _recover(fs: Fs, path: str, config: Config, sizes: Sizes, state: State) -> R
     )
 
 
-def _count_passing_errors(first_look: Survey, recovered: Recovered, counters: Counters) -> None:
-    """Segments that could not be read at first and then could: nothing was lost, but a disk that errs is not well."""
-    good = {segment.number for segment in recovered.segments if segment.head is Head.GOOD}
-    num_erred = sum(s.head is Head.DAMAGED and s.number in good for s in first_look.segments)
-    if num_erred:
-        counters.add("log_read_errors", num_erred)
+def _count_damaged_segments(first_look: Survey, recovered: Recovered, counters: Counters) -> None:
+    """Also where nothing was lost by it, for the segment was not needed, or could be read the second time."""
+    looks = (*first_look.segments, *recovered.segments)
+    if num_damaged := len({segment.number for segment in looks if segment.head is Head.DAMAGED}):
+        counters.add("log_read_errors", num_damaged)
 
 
 def _resident(
