@@ -27,45 +27,61 @@ _LEAST_SPARE, _MOST_SPARE = 64, 8192
 
 
 class StateBuffer:
-    """Allocated space `[B, H, capacity, D]` that one tensor of states lies in."""
+    """Allocated space `[B, H, capacity, D]` that one tensor of states lies in.
+
+    The view given out last is known without a look at it: every decoded token asks for each layer.
+    """
 
     def __init__(self, like: torch.Tensor, capacity: int) -> None:
         batch, heads, _, width = like.shape
         self.room = like.new_empty((batch, heads, capacity, width))
-
-    @property
-    def capacity(self) -> int:
-        return self.room.shape[2]
+        self.capacity = capacity
+        self._needs_inference_mode = self.room.is_inference()
+        self._given: torch.Tensor | None = None
+        self._given_start = 0
 
     def append(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         """`held` followed by `new` as one view, in place; None if `held` lies elsewhere or the end is reached."""
         start = self.start_of(held)
-        end = held.shape[2] + new.shape[2]
-        if start is None or start + end > self.capacity:
+        num_held, num_new = held.shape[2], new.shape[2]
+        if start is None or start + num_held + num_new > self.capacity:
             return None
-        self.room[:, :, start + held.shape[2] : start + end] = new
-        return self.room[:, :, start : start + end]
+        self.room.narrow(2, start + num_held, num_new).copy_(new)
+        return self._give(start, num_held + num_new)
+
+    def last(self, held: torch.Tensor, count: int) -> torch.Tensor | None:
+        """The last `count` tokens of `held`, in place; None if it lies elsewhere."""
+        start = self.start_of(held)
+        return None if start is None else self._give(start + held.shape[2] - count, count)
 
     def load(self, held: torch.Tensor) -> torch.Tensor:
         """A copy of `held` at the front of the buffer, as a view."""
-        front = self.room[:, :, : held.shape[2]]
+        front = self._give(0, held.shape[2])
         front.copy_(held.clone() if self.start_of(held) is not None else held)
         return front
 
     def fits(self, held: torch.Tensor, num_tokens: int) -> bool:
         """Whether states shaped and typed like `held` and `num_tokens` long can lie here."""
         same = held.shape[:2] == self.room.shape[:2] and held.device == self.room.device
-        # Tensors made under inference mode may not be written outside it.
-        writable = torch.is_inference_mode_enabled() or not self.room.is_inference()
-        return same and writable and num_tokens <= self.capacity
+        return same and self._is_writable() and num_tokens <= self.capacity
 
     def start_of(self, held: torch.Tensor) -> int | None:
         """The token at which `held` begins as a view of this buffer, or None if it is no such view."""
+        if held is self._given:
+            return self._given_start if self._is_writable() else None
         if held.untyped_storage().data_ptr() != self.room.untyped_storage().data_ptr():
             return None
         if held.stride() != self.room.stride() or not self.fits(held, held.shape[2]):
             return None
         return (held.storage_offset() - self.room.storage_offset()) // self.room.stride(2)
+
+    def _give(self, start: int, count: int) -> torch.Tensor:
+        self._given, self._given_start = self.room.narrow(2, start, count), start
+        return self._given
+
+    def _is_writable(self) -> bool:
+        """Tensors made under inference mode may not be written outside it."""
+        return not self._needs_inference_mode or torch.is_inference_mode_enabled()
 
 
 class GrowingMixin:
@@ -190,7 +206,8 @@ class WindowLayer(GrowingMixin, DynamicSlidingWindowLayer):  # type: ignore[misc
         self.keys = self._grown("keys", key_states)
         self.values = self._grown("values", value_states)
         self.cumulative_length += key_states.shape[2]
-        seen = self.keys[:, :, -visible:], self.values[:, :, -visible:]
+        hidden = self.keys.shape[2] - visible
+        seen = self.keys.narrow(2, hidden, visible), self.values.narrow(2, hidden, visible)
         self._capture()
         if not self.record_past:
             self._trim()
@@ -253,10 +270,13 @@ class WindowLayer(GrowingMixin, DynamicSlidingWindowLayer):  # type: ignore[misc
         """Let go of what is older than `num_kept` tokens, and of the tensor of a long prefill with it."""
         if self.keys.shape[2] > self.num_kept:
             for name in _STATE_NAMES:
-                held = getattr(self, name)[:, :, -self.num_kept :]
+                held = getattr(self, name)
                 buffer = self._buffers().get(name)
-                lies_there = buffer is not None and buffer.start_of(held) is not None
-                setattr(self, name, held if lies_there else self._buffer_for(name, held, 0).load(held))
+                kept = None if buffer is None else buffer.last(held, self.num_kept)
+                if kept is None:
+                    tail = held[:, :, -self.num_kept :]
+                    kept = self._buffer_for(name, tail, 0).load(tail)
+                setattr(self, name, kept)
 
     def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
         held = self._held(name, new)
