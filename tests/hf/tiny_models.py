@@ -155,6 +155,15 @@ def zamba(**kw: Any) -> Any:
     return build(T.ZambaConfig(**{**BASE, **own, **kw}), T.ZambaForCausalLM)
 
 
+def zaya(window: int = 24, **kw: Any) -> Any:
+    own = {
+        "head_dim": 16, "sliding_window": window, "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "moe_intermediate_size": 32, "num_experts": 4, "router_hidden_size": 16,
+    }  # fmt: skip
+    base = {name: value for name, value in BASE.items() if name != "intermediate_size"}
+    return build(T.ZayaConfig(**{**base, **own, **kw}), T.ZayaForCausalLM)
+
+
 MLA = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -218,7 +227,7 @@ FAMILIES = {
 RECURRENT = {
     "mamba2": mamba2, "jamba": jamba, "qwen3_next": qwen3_next, "lfm2": lfm2, "bamba": bamba,
     "falcon_h1": falcon_h1, "mamba": mamba, "nemotron_h": nemotron_h, "qwen3_5": qwen3_5,
-    "granite_hybrid": granite_hybrid, "zamba": zamba,
+    "granite_hybrid": granite_hybrid, "zamba": zamba, "zaya": zaya,
 }  # fmt: skip
 """Families whose states are right at one place alone, with and without attention beside them."""
 MORE = {
