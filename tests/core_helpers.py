@@ -188,7 +188,7 @@ def directory_nbytes(path: Any) -> int:
     return total
 
 
-def quiet(cache: TieredCache, timeout_s: float = 10.0) -> None:
+def quiet(cache: TieredCache, timeout_s: float = 60.0) -> None:
     """Wait until nothing moves."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_helpers import IDENTITY, MIXED, HookedFs
+from core_helpers import IDENTITY, MIXED, HookedFs, comes_true
 
 from tieredkv.outcomes import Counters
 from tieredkv.system import OsFs
@@ -242,10 +242,7 @@ def test_those_who_wait_share_a_round(tmp_path: Path) -> None:
     assert running.wait(60)
     for thread in threads[1:]:
         thread.start()
-    end = time.monotonic() + 30
-    while len(bench.journal._waiting) < 20 and time.monotonic() < end:
-        time.sleep(0.001)
-    assert len(bench.journal._waiting) == 20, "not all of them wait for the next round"
+    assert comes_true(lambda: len(bench.journal._waiting) == 20), "not all of them wait for the next round"
     go.set()
     for thread in threads:
         thread.join()
