@@ -35,8 +35,9 @@ class Config:
         commit_interval_ms: how often `"group"` syncs.
         deadline_s: the longest any call waits for the disk before going on without it.
         disk: `"slab"` files, or one `"lmdb"` payload file.
-        disk_io: `"direct"` (O_DIRECT where the file system has it), `"buffered"`, or `"mmap"`, which maps
-            slabs for reading: faster warm reads, but a media error under a map kills the process (SIGBUS).
+        disk_io: `"direct"` (O_DIRECT where the file system has it), `"buffered"`, which writes to the page cache
+            and reads past it what it lacks, or `"mmap"`, which maps slabs for reading: faster warm reads, but a
+            media error under a map kills the process (SIGBUS).
         log_keep_nbytes: how much log is kept for the replay tool beyond what recovery needs.
         trace: write the advisory trace of every move.
         strict: refuse to open a damaged store instead of reporting what was dropped.

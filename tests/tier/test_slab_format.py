@@ -124,9 +124,9 @@ def test_checksums_are_compared_to_the_last_bit() -> None:
     seal(headers)
     assert headers["checksum"].tolist() == [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
     expected = expected_of(headers)
-    assert judge(headers, expected, payloads, 64) == [Verdict.OK] * 40
+    assert judge(headers, expected, checksums_of(payloads), 64) == [Verdict.OK] * 40
     expected["checksum"] ^= np.uint64(1)
-    assert judge(headers, expected, payloads, 64) == [Verdict.CORRUPT] * 40
+    assert judge(headers, expected, checksums_of(payloads), 64) == [Verdict.CORRUPT] * 40
     headers["header_checksum"] ^= np.uint64(1)
     assert not valid(headers).any()
 

@@ -294,7 +294,7 @@ class LmdbStore:
         except OSError as error:
             self._trouble = error
             return [Verdict.UNREADABLE] * numbers.size
-        return judge(headers, expected, into, part_nbytes)
+        return judge(headers, expected, checksums_of(into), part_nbytes)
 
     def _slots_after(self, key: bytes) -> tuple[int, list[int]]:
         """Up to a piece of slots of one part size, from the first key behind `key`."""

@@ -3,67 +3,38 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..system.fs import File, Fs
+from ..system.fs import Fs
 from ..units import PAGE_NBYTES, GiB, MiB
 from .arena import DISK_CHUNK_NBYTES, Geometry
 from .base import FailedPlace, HeaderBatch, StoreFailed, Verdict
 from .slab_file import SlabFile
 from .slab_format import (
-    HEADER_DTYPE,
     SLOT_HEADER_NBYTES,
-    Buffer,
     Headers,
     aligned_bytes,
-    checksums_of,
-    judge,
     new_headers,
     parse_slab_name,
-    seal,
     slab_name,
     stamp,
     valid,
 )
+from .slab_piece import MAX_SLOTS, Piece
 from .workers import Batch, Workers
 
 _PIECE_NBYTES = 4 * MiB
-_PIECE_SLOTS = 256
-_SPARSE_NBYTES = 64 * 1024
 _MAX_OPEN = 128
 _CLOSE_S = 1.0
 _NUM_THREADS = 8
 """Transfers under way at once, whatever the cores. A disk is fastest at queue depth four to eight, and as some
 of them are at their checksum, that many are with the disk."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Adjacent slots of one slab, moved by one call: `count` of a batch, from its item `first` on."""
-
-    slab: SlabFile
-    offset: int
-    first: int
-    count: int
-
-    @property
-    def items(self) -> slice:
-        return slice(self.first, self.first + self.count)
-
-    def singles(self, slot_nbytes: int) -> list[_Piece]:
-        """The same slots one by one."""
-        return [
-            _Piece(self.slab, self.offset + number * slot_nbytes, self.first + number, 1)
-            for number in range(self.count)
-        ]
 
 
 class SlabStore:
@@ -101,7 +72,6 @@ class SlabStore:
         self._used: dict[SlabFile, None] = {}
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._scratch = _Scratch()
         self._zeros = aligned_bytes(MiB)
         self._readers = Workers("tieredkv-read", _NUM_THREADS)
         self._writers = Workers("tieredkv-write", _NUM_THREADS)
@@ -148,7 +118,7 @@ class SlabStore:
         self._reserve(part_nbytes, pieces)
         batch = Batch(
             self._writers,
-            [partial(self._write_piece, part_nbytes, piece, headers, payloads) for piece in pieces],
+            [partial(piece.write, headers, payloads) for piece in pieces],
         )
         batch.wait()
         if batch.is_refused:
@@ -179,7 +149,7 @@ class SlabStore:
 
         found = Batch(
             self._readers,
-            [partial(self._read_piece, part_nbytes, piece, expected, into) for piece in pieces],
+            [partial(piece.read, expected, into) for piece in pieces],
             piece_late,
         ).wait(timeout_s)
         self._close_idle(pieces)
@@ -192,19 +162,10 @@ class SlabStore:
     def read_headers(self, part_nbytes: int, slots: npt.ArrayLike) -> HeaderBatch:
         numbers = np.asarray(slots, np.int64)
         headers = new_headers(numbers.size)
-        body = headers.view(np.uint8)
-        body[:] = 0
-        stride = SLOT_HEADER_NBYTES + part_nbytes
+        headers.view(np.uint8)[:] = 0
         pieces = self._pieces(part_nbytes, numbers)
         for piece in pieces:
-            try:
-                with piece.slab.use() as file:
-                    for number in range(piece.count):
-                        start = (piece.first + number) * SLOT_HEADER_NBYTES
-                        view = body[start : start + SLOT_HEADER_NBYTES].data
-                        file.preadv([view], piece.offset + number * stride)
-            except OSError as error:
-                piece.slab.trouble = error
+            piece.read_headers(headers)
         self._close_idle(pieces)
         return HeaderBatch(part_nbytes, numbers, headers, valid(headers))
 
@@ -217,8 +178,9 @@ class SlabStore:
             numbers = _joined(
                 [np.arange(offset, offset + nbytes, stride) + slab.start for offset, nbytes in portions]
             )
-            for first in range(0, numbers.size, _PIECE_SLOTS):
-                batch = self._read_written(slab.part_nbytes, numbers[first : first + _PIECE_SLOTS] // stride)
+            for first in range(0, numbers.size, MAX_SLOTS):
+                some = numbers[first : first + MAX_SLOTS] // stride
+                batch = _without_blanks(self.read_headers(slab.part_nbytes, some))
                 if batch.slots.size:
                     yield batch
 
@@ -321,21 +283,21 @@ class SlabStore:
                 )
             return slab
 
-    def _pieces(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> list[_Piece]:
+    def _pieces(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> list[Piece]:
         """The runs of a batch, cut where a slab ends and where a call becomes too large to overlap."""
         stride = SLOT_HEADER_NBYTES + part_nbytes
         slab_nbytes = _slab_nbytes(part_nbytes)
-        most = max(1, min(_PIECE_SLOTS, _PIECE_NBYTES // part_nbytes))
+        most = max(1, min(MAX_SLOTS, _PIECE_NBYTES // part_nbytes))
         pieces, first = [], 0
         for _, count, offset in self._geometry.runs(stride, numbers):
             while count:
                 index, start = divmod(offset, slab_nbytes)
                 taken = min(count, most, (slab_nbytes - start) // stride)
-                pieces.append(_Piece(self._slab(part_nbytes, index), start, first, taken))
+                pieces.append(Piece(self._slab(part_nbytes, index), start, first, taken))
                 first, count, offset = first + taken, count - taken, offset + taken * stride
         return pieces
 
-    def _reserve(self, part_nbytes: int, pieces: Iterable[_Piece]) -> None:
+    def _reserve(self, part_nbytes: int, pieces: Iterable[Piece]) -> None:
         wanted: dict[SlabFile, set[int]] = {}
         for piece in pieces:
             nbytes = piece.count * (SLOT_HEADER_NBYTES + part_nbytes)
@@ -343,81 +305,7 @@ class SlabStore:
         for slab, chunks in wanted.items():
             slab.reserve(chunks)
 
-    def _write_piece(
-        self, part_nbytes: int, piece: _Piece, headers: Headers, payloads: Sequence[memoryview]
-    ) -> None:
-        mine, parts = headers[piece.items], payloads[piece.items]
-        mine["checksum"] = checksums_of(parts)
-        seal(mine)
-        slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
-        with piece.slab.use() as file:
-            try:
-                piece.slab.write(file, _interleaved(mine, parts), piece.offset, piece.count * slot_nbytes)
-            except OSError as error:
-                if not _is_refused(file, error):
-                    raise
-                packed = self._scratch.slots(piece.count, slot_nbytes)
-                _pack(packed, mine, parts)
-                piece.slab.write(file, [packed.data], piece.offset, packed.size)
-
-    def _read_piece(
-        self, part_nbytes: int, piece: _Piece, expected: npt.NDArray[Any], into: Sequence[memoryview]
-    ) -> list[Verdict]:
-        parts = into[piece.items]
-        try:
-            with piece.slab.use() as file:
-                headers, num_read = self._fetch(file, part_nbytes, piece, parts)
-        except OSError as error:
-            piece.slab.trouble = error
-            singles = piece.singles(SLOT_HEADER_NBYTES + part_nbytes) if piece.count > 1 else []
-            read_one = [self._read_piece(part_nbytes, single, expected, into)[0] for single in singles]
-            return read_one or [Verdict.UNREADABLE]
-        if num_read < piece.count:
-            piece.slab.trouble = OSError(errno.EIO, "the file ends before the slot does", piece.slab.name)
-        verdicts = judge(headers[:num_read], expected[piece.items][:num_read], parts, part_nbytes)
-        return verdicts + [Verdict.UNREADABLE] * (piece.count - num_read)
-
-    def _fetch(
-        self, file: File, part_nbytes: int, piece: _Piece, parts: Sequence[memoryview]
-    ) -> tuple[Headers, int]:
-        """Headers and, in `parts`, payloads of a piece, unchecked; and how many whole slots it got."""
-        slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
-        headers = self._scratch.headers(piece.count)
-        if self._disk_io == "mmap":
-            end = piece.offset + piece.count * slot_nbytes
-            mapped = _array_of(piece.slab.mapped(file, end))[piece.offset : end]
-            num_read = mapped.size // slot_nbytes
-            _unpack(mapped[: num_read * slot_nbytes].reshape(num_read, slot_nbytes), headers, parts)
-            return headers, num_read
-        try:
-            num_read = piece.slab.read(file, _interleaved(headers, parts), piece.offset, slot_nbytes)
-        except OSError as error:
-            if not _is_refused(file, error):
-                raise
-            packed = self._scratch.slots(piece.count, slot_nbytes)
-            num_read = piece.slab.read(file, [slot.data for slot in packed], piece.offset, slot_nbytes)
-            _unpack(packed[:num_read], headers, parts)
-        return headers, num_read
-
-    def _read_written(self, part_nbytes: int, numbers: npt.NDArray[np.int64]) -> HeaderBatch:
-        """The headers of these slots, blank ones left out; small slots are read whole, many at once."""
-        slot_nbytes = SLOT_HEADER_NBYTES + part_nbytes
-        if slot_nbytes > _SPARSE_NBYTES:
-            return _without_blanks(self.read_headers(part_nbytes, numbers))
-        headers = new_headers(numbers.size)
-        for piece in self._pieces(part_nbytes, numbers):
-            packed = self._scratch.slots(piece.count, slot_nbytes)
-            packed[:] = 0
-            try:
-                with piece.slab.use() as file:
-                    file.preadv([packed.data], piece.offset)
-            except OSError as error:
-                piece.slab.trouble = error
-                return _without_blanks(self.read_headers(part_nbytes, numbers))
-            headers[piece.items] = packed[:, :SLOT_HEADER_NBYTES].copy().view(HEADER_DTYPE)[:, 0]
-        return _without_blanks(HeaderBatch(part_nbytes, numbers, headers, valid(headers)))
-
-    def _close_idle(self, pieces: Iterable[_Piece]) -> None:
+    def _close_idle(self, pieces: Iterable[Piece]) -> None:
         """Keep the number of open files bounded: the slabs not used for longest are closed first."""
         with self._lock:
             for piece in pieces:
@@ -434,23 +322,6 @@ def _slab_nbytes(part_nbytes: int) -> int:
     return max(1, GiB // slot_nbytes) * slot_nbytes
 
 
-class _Scratch(threading.local):
-    """Aligned memory of each thread's own, kept between calls."""
-
-    def __init__(self) -> None:
-        self._headers = new_headers(_PIECE_SLOTS)
-        self._bytes = aligned_bytes(0)
-
-    def headers(self, count: int) -> Headers:
-        return self._headers[:count]
-
-    def slots(self, count: int, slot_nbytes: int) -> npt.NDArray[np.uint8]:
-        """`uint8[count, slot_nbytes]`."""
-        if self._bytes.size < count * slot_nbytes:
-            self._bytes = aligned_bytes(count * slot_nbytes)
-        return self._bytes[: count * slot_nbytes].reshape(count, slot_nbytes)
-
-
 def _without_blanks(batch: HeaderBatch) -> HeaderBatch:
     written = batch.headers.view(np.uint8).reshape(len(batch.headers), -1).any(axis=1)
     return HeaderBatch(batch.part_nbytes, batch.slots[written], batch.headers[written], batch.sound[written])
@@ -458,36 +329,3 @@ def _without_blanks(batch: HeaderBatch) -> HeaderBatch:
 
 def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
-
-
-def _interleaved(headers: Headers, parts: Sequence[memoryview]) -> list[Buffer]:
-    """Header, payload, header, payload ... as one gather or scatter list."""
-    body = headers.view(np.uint8).data
-    buffers: list[Buffer] = []
-    for number, part in enumerate(parts):
-        start = number * SLOT_HEADER_NBYTES
-        buffers += (body[start : start + SLOT_HEADER_NBYTES], part)
-    return buffers
-
-
-def _pack(slots: npt.NDArray[np.uint8], headers: Headers, parts: Sequence[memoryview]) -> None:
-    slots[:, :SLOT_HEADER_NBYTES] = headers.view(np.uint8).reshape(len(headers), -1)
-    for slot, part in zip(slots, parts, strict=True):
-        np.copyto(slot[SLOT_HEADER_NBYTES:], _array_of(part))
-
-
-def _unpack(slots: npt.NDArray[np.uint8], headers: Headers, parts: Sequence[memoryview]) -> None:
-    """Through numpy, which lets other threads run meanwhile: a page of a map may have to come from disk."""
-    body = headers.view(np.uint8).reshape(len(headers), -1)
-    for number, slot in enumerate(slots):
-        np.copyto(body[number], slot[:SLOT_HEADER_NBYTES])
-        np.copyto(_array_of(parts[number]), slot[SLOT_HEADER_NBYTES:])
-
-
-def _array_of(buffer: memoryview | mmap.mmap | None) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(b"" if buffer is None else buffer, np.uint8)
-
-
-def _is_refused(file: File, error: OSError) -> bool:
-    """Whether a direct transfer may have been refused for where a caller's memory lies; ours is aligned."""
-    return file.direct and error.errno == errno.EINVAL

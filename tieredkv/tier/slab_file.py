@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ..system.fs import File, Fs
 from .base import FailedPlace, StoreFailed
-from .slab_format import Buffer
+from .slab_format import SLOT_HEADER_NBYTES, Buffer
 
 _NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 """What opening a name says when something else than a file lies there."""
@@ -54,10 +54,12 @@ class SlabFile:
         self.end = end
         self._chunk_span = chunk_span
         self._wants_direct = disk_io == "direct"
+        self.is_mapped = disk_io == "mmap"
         self._lock = threading.Lock()
         self._space_lock = threading.Lock()
         self._num_users = 0
         self._file: File | None = None
+        self._past_cache: File | None = None
         self._map: mmap.mmap | None = None
         self._read_only = self._stays_read_only = read_only
         self.chunks: frozenset[int] = frozenset()
@@ -83,6 +85,10 @@ class SlabFile:
         finally:
             with self._lock:
                 self._num_users -= 1
+
+    @property
+    def slot_nbytes(self) -> int:
+        return SLOT_HEADER_NBYTES + self.part_nbytes
 
     @property
     def is_open(self) -> bool:
@@ -169,9 +175,13 @@ class SlabFile:
             self.dirty = True
         self.refuse_if_failed()
 
-    def read(self, file: File, buffers: Sequence[Buffer], offset: int, slot_nbytes: int) -> int:
-        """Fill `buffers`; returns how many slots were read whole, fewer only where the file ends."""
-        return file.preadv(buffers, offset) // slot_nbytes
+    def past_cache(self, file: File) -> File:
+        """What reads past the page cache that `file` (from `use`) goes through; `file` itself if nothing does."""
+        with self._lock:
+            if self._past_cache is None:
+                with contextlib.suppress(OSError):
+                    self._past_cache = self._fs.open_file(self._path, direct=True)
+            return self._past_cache or file
 
     def mapped(self, file: File, end: int) -> mmap.mmap | None:
         """The file mapped for reading, up to `end` at least if it is that long; None when it is empty."""
@@ -272,9 +282,10 @@ class SlabFile:
         return self._fs.open_file(self._path, direct=self._wants_direct)
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = self._map = None
+        for file in (self._file, self._past_cache):
+            if file is not None:
+                file.close()
+        self._file = self._past_cache = self._map = None
 
 
 def _runs(numbers: Sequence[int]) -> list[Sequence[int]]:

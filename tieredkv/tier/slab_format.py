@@ -200,18 +200,20 @@ def matches(headers: Headers, expected: npt.NDArray[Any]) -> npt.NDArray[np.bool
 
 
 def judge(
-    headers: Headers, expected: npt.NDArray[Any], payloads: Sequence[memoryview], part_nbytes: int
+    headers: Headers, expected: npt.NDArray[Any], checksums: npt.ArrayLike, part_nbytes: int
 ) -> list[Verdict]:
-    """What slots that were read hold, against what they should. The one place where bytes become a hit."""
+    """What slots that were read hold, against what they should; `checksums` are those of the payloads as read.
+
+    The one place where bytes become a hit.
+    """
     sound = valid(headers)
     ours = sound & matches(headers, expected)
     whole = ours & (headers["payload_nbytes"] == part_nbytes) & (headers["codec"] == 0)
-    verdicts = [Verdict.OTHER if good else Verdict.CORRUPT for good in (sound & ~ours).tolist()]
-    checksums = expected["checksum"].tolist()
-    for number in np.flatnonzero(whole).tolist():
-        if xxhash.xxh3_64_intdigest(payloads[number]) == checksums[number]:
-            verdicts[number] = Verdict.OK
-    return verdicts
+    whole &= np.asarray(checksums, np.uint64) == expected["checksum"]
+    return [
+        Verdict.OK if good else Verdict.OTHER if other else Verdict.CORRUPT
+        for good, other in zip(whole.tolist(), (sound & ~ours).tolist(), strict=True)
+    ]
 
 
 def expected_of(headers: Headers) -> npt.NDArray[Any]:

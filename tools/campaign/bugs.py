@@ -19,7 +19,7 @@ import tieredkv.room
 import tieredkv.table.checkpoint
 import tieredkv.table.journal
 import tieredkv.tier.lmdb_store
-import tieredkv.tier.slab
+import tieredkv.tier.slab_piece
 import tieredkv.wal.format
 import tieredkv.wal.reader
 from tieredkv.block.identity import Identity
@@ -129,13 +129,13 @@ def _bug_4(patch: Patch) -> None:
 
 @bug("skip the payload checksum")
 def _bug_5(patch: Patch) -> None:
-    def trusting(headers: Any, expected: Any, payloads: Any, part_nbytes: int) -> list[Verdict]:
+    def trusting(headers: Any, expected: Any, checksums: Any, part_nbytes: int) -> list[Verdict]:
         sound = tieredkv.tier.slab_format.valid(headers) & tieredkv.tier.slab_format.matches(
             headers, expected
         )
         return [Verdict.OK if good else Verdict.CORRUPT for good in sound.tolist()]
 
-    patch.set(tieredkv.tier.slab, "judge", trusting)
+    patch.set(tieredkv.tier.slab_piece, "judge", trusting)
     patch.set(tieredkv.tier.lmdb_store, "judge", trusting)
 
 
