@@ -117,6 +117,9 @@ def test_bad_commits_change_nothing(tmp_path: Path) -> None:
             lambda: session.rollback(1000),
             lambda: session.rollback(-1),
             lambda: session.expire(0),
+            lambda: session.expire(float("nan")),
+            lambda: kv.session(42, space),  # type: ignore[arg-type]
+            lambda: kv.session("\ud800", space),
         ):
             with pytest.raises(BadInput):
                 call()
@@ -482,6 +485,124 @@ def test_a_delete_takes_what_continues_its_chain(tmp_path: Path) -> None:
         raw = raw_bytes(tmp_path)
         assert prompt(1)[:64].tobytes() not in raw and prompt(2)[:64].tobytes() not in raw
         kv.check()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("way", ["rolled back to nothing", "edited", "of another identity", "expired"])
+def test_a_delete_takes_what_the_session_held_once(tmp_path: Path, way: str, restart: bool) -> None:
+    """Also where nothing that goes leads to it: it begins at the root, behind what is shared, or elsewhere."""
+    shared = prompt(0, 4 * SIZE)
+    secret, other = np.concatenate((shared, prompt(1))), np.concatenate((shared, prompt(2)))
+    clock = FakeClock()
+    with opened(tmp_path, clock=clock, device_nbytes="1MiB") as kv:
+        space, elsewhere = kv.namespace(IDENTITY, MIXED), kv.namespace(OTHER, MIXED)
+        keep, one = kv.session("keep", space), kv.session("one", space)
+        keep.commit(shared, [], stored=[store(space, shared)])
+        one.commit(secret, [], stored=[store(space, secret)])
+        if way == "rolled back to nothing":
+            one.rollback(0)
+            other = prompt(2)
+        elif way == "expired":
+            one.expire(days=1)
+            clock.now += 2 * 86_400
+        if way in ("expired", "of another identity"):
+            one.close()
+            one = kv.session("one", elsewhere if way == "of another identity" else space)
+        one.commit(other, [], stored=[store(one.space, other)])
+        one.commit(other, [Turn("user", len(other))])
+        with one.fork("fork") as fork:
+            assert fork._row.left == () != one._row.left, "a fork never held it"
+        if restart:
+            kv.close()
+    with opened(tmp_path, clock=clock, device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        one = kv.session("one", kv.namespace(OTHER, MIXED) if way == "of another identity" else space)
+        assert one.tokens.tolist() == other.tolist()
+        one.delete()
+        assert load_checked(space, secret)[0] == 4 * SIZE, "only what another session shares is there"
+        assert load_checked(kv.session("fork", one.space).space, other)[0] == len(other) // SIZE * SIZE
+        assert prompt(1)[:64].tobytes() not in raw_bytes(tmp_path)
+        kv.check()
+
+
+def test_what_a_session_comes_back_to_is_its_own_again(tmp_path: Path) -> None:
+    one, two = prompt(1), prompt(2)
+    with opened(tmp_path, device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        for tokens, num_left in ((one, 0), (two, 20), (one, 20), (one[: 10 * SIZE], 30), (one, 20)):
+            session.commit(tokens, [], stored=[store(space, tokens)])
+            assert len(session._row.left) == num_left
+        session.pin()
+        assert len(session._row.left) == 20
+        session.rollback(0)
+        assert len(session._row.left) == 40
+        session.delete()
+        assert kv.stats().num_blocks == 0 and kv.sessions() == ()
+
+
+def test_a_refused_delete_changes_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, deadline_s=0.2) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        session = kv.session("a", space)
+        session.commit(prompt(0), [], stored=[store(space, prompt(0))])
+        with space.load(prompt(0)) as prefix:
+            assert prefix.num_tokens
+            with pytest.raises(SessionError, match="in use"):
+                session.delete()
+            session.pin()
+            assert kv.sessions()[0].pinned and kv.is_session_open("a")
+        session.delete()
+        assert kv.sessions() == () and not kv.is_session_open("a")
+
+
+def test_a_closed_session_touches_nothing_of_its_name(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        closed, deleted = kv.session("a", space), kv.session("b", space)
+        for session in (closed, deleted):
+            session.commit(prompt(0), [])
+        closed.close()
+        deleted.delete()
+        with kv.session("b", space) as anew:
+            anew.commit(prompt(1), [])
+        for session in (closed, deleted):
+            for call in (
+                session.delete,
+                session.pin,
+                lambda s=session: s.fork("c"),
+                lambda s=session: s.export(tmp_path / "f"),
+            ):
+                with pytest.raises(SessionError, match="is closed"):
+                    call()
+        assert [(row.name, len(row.tokens)) for row in kv.sessions()] == [
+            (n, len(prompt(0))) for n in ("a", "b")
+        ]
+
+
+def test_a_session_follows_to_another_namespace_with_its_wishes(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        session = kv.session("a", kv.namespace(IDENTITY, MIXED))
+        session.commit(prompt(0), [Turn("user", 5)], meta={"k": 1})
+        session.pin()
+        session.prioritise("high")
+        session.expire(days=2)
+        session.follow(kv.namespace(OTHER, MIXED))
+        before = kv.sessions()[0]
+    with opened(tmp_path) as kv, kv.session("a", kv.namespace(OTHER, MIXED)) as session:
+        assert session.tokens.tolist() == prompt(0).tolist() and session.turns == (Turn("user", 5),)
+        assert session.meta == {"k": 1} and session.pinned and session.priority == "high"
+        assert kv.sessions()[0].expires_at == before.expires_at > 0
+
+
+def test_tokens_stay_what_was_committed(tmp_path: Path) -> None:
+    given = prompt(0).astype(np.int32)
+    with opened(tmp_path) as kv, kv.session("a", kv.namespace(IDENTITY, MIXED)) as session:
+        session.commit(given, [])
+        given[:] = 0
+        assert session.tokens.tolist() == prompt(0).tolist()
+        with pytest.raises(ValueError, match="read-only"):
+            session.tokens[0] = 0
 
 
 def test_what_is_stored_while_its_drop_is_queued_stays(tmp_path: Path) -> None:

@@ -380,6 +380,10 @@ class TieredCache:
         """Whether this process has the session open."""
         return self._sessions.is_open(name)
 
+    def has_session(self, name: str) -> bool:
+        """Whether a session of this name is recorded and has not expired, or is open in this process."""
+        return self._sessions.exists(name)
+
     def sessions(self) -> tuple[SessionRow, ...]:
         """Every session that has not expired, by name."""
         self.check_open()

@@ -60,14 +60,15 @@ class Remover:
         self._in_use_s = in_use_s
 
     def remove_sessions(self, names: Iterable[str]) -> None:
-        """Remove sessions and the blocks that no other session shares."""
+        """Remove sessions and the blocks that no other session shares, also those that they held once."""
         wanted = set(names)
 
         def going() -> tuple[list[SessionRow], list[int]]:
             known = self._state.catalog.sessions
             rows = [row for name, row in known.items() if name in wanted]
             kept = {r for name, row in known.items() if name not in wanted for r in self._block_rows(row)}
-            return rows, self._and_below({r for row in rows for r in self._block_rows(row)} - kept)
+            ever = {r for row in rows for r in (*self._block_rows(row), *self._left_rows(row))}
+            return rows, self._and_below(ever - kept)
 
         self._remove(going, {"sessions": sorted(wanted)})
 
@@ -85,6 +86,9 @@ class Remover:
 
     def _block_rows(self, row: SessionRow) -> list[int]:
         return [r for r in self._sessions.block_rows(row).tolist() if r >= 0]
+
+    def _left_rows(self, row: SessionRow) -> list[int]:
+        return [r for r in self._sessions.left_rows(row).tolist() if r >= 0]
 
     def purge(self, namespace: int) -> None:
         """Remove everything of a namespace."""

@@ -103,7 +103,8 @@ class Session:
             BadInput: turns or anchors beyond the tokens.
             SessionError: the log did not take the record.
         """
-        ids, size = as_tokens(tokens), self.space.layout.block_size
+        ids, size = as_tokens(tokens).copy(), self.space.layout.block_size
+        ids.setflags(write=False)  # what is held must stay what was logged
         if any(turn.end > len(ids) for turn in turns) or any(
             not 0 <= a <= len(ids) or a % size for a in anchors
         ):
@@ -130,12 +131,23 @@ class Session:
             anchors=[anchor for anchor in self.anchors if anchor <= num_tokens],
         )
 
+    def follow(self, space: Namespace) -> None:
+        """Go on in another namespace with the same tokens: none of its blocks are there yet.
+
+        Turns, meta, pin, priority and expiry stay as they are.
+        """
+        self._check_open()
+        self.space = space
+        moved = session_with(self._row, namespace=space.row.number, anchors=())
+        self._row = self._owner.put(moved, like=self.name) if len(self.tokens) else moved
+
     def fork(self, name: str) -> Session:
         """A new session with the same content: blocks are shared, nothing is copied.
 
         Raises:
-            SessionError: a session of that name exists.
+            SessionError: a session of that name exists; or this one is closed.
         """
+        self._check_open()
         return self._owner.open(name, self.space, like=self._row)
 
     def pin(self) -> None:
@@ -156,7 +168,7 @@ class Session:
 
     def expire(self, days: float | None) -> None:
         """Stop matching this session `days` from now, on the store's own clock; None: when the store says so."""
-        if days is not None and days <= 0:
+        if days is not None and not days > 0:
             raise BadInput(f"a session expires after more than zero days, not {days}")
         self._change(expires_at=self._owner.clock_s() + days * _DAY_S if days is not None else 0.0)
         self._owner.note_time()
@@ -166,16 +178,26 @@ class Session:
 
         Raises:
             OSError: it could not be written; nothing is left of it, and an older file of that name stays.
+            SessionError: the session is closed.
         """
+        self._check_open()
         write_session(path, self._row, self.space)
 
     def delete(self) -> None:
-        """Remove the session and every block that no other session shares, from all tiers; synced on return."""
-        row, release = self._row, self._release
-        self._release = None
-        self._owner.remove([row.name])
-        if release is not None:
-            release()
+        """Remove the session and every block that no other session shares, from all tiers; synced on return.
+
+        Those that it held before a rollback, an edit or a change of the model go too.
+
+        Raises:
+            SessionError: it is closed; blocks that go are in use, and nothing was changed; or the removal is logged,
+                but not everything could be erased before the deadline.
+        """
+        self._check_open()
+        try:
+            self._owner.remove([self.name])
+        finally:
+            if not self._owner.has_row(self.name):
+                self.close()
 
     def close(self) -> None:
         """Let the name be opened again. Closing twice is harmless."""
@@ -184,9 +206,12 @@ class Session:
             release()
 
     def _change(self, **changes: Any) -> None:
+        self._check_open()
+        self._row = self._owner.put(session_with(self._row, **changes), like=self.name)
+
+    def _check_open(self) -> None:
         if self._release is None:
             raise SessionError(f"session {self.name!r} is closed")
-        self._row = self._owner.put(session_with(self._row, **changes), like=self.name)
 
 
 @dataclass(frozen=True)
@@ -257,8 +282,10 @@ class Sessions:
         """Open or resume a session, or begin one with what another holds: blocks are shared, nothing is copied.
 
         Raises:
+            BadInput: no name.
             SessionError: it is open already; or it should begin `like` another, and exists.
         """
+        _check_name(name)
         with self._lock:
             if like is not None and self.exists(name):
                 raise SessionError(f"a session named {name!r} exists")
@@ -271,9 +298,8 @@ class Sessions:
         session = Session(self, space, row, lambda: self._open.discard(name))
         if like is not None:
             try:
-                session._row = self.put(
-                    session_with(like, name=name, pinned=False, expires_at=0.0), like.name
-                )
+                fresh = session_with(like, name=name, pinned=False, expires_at=0.0, left=())
+                session._row = self.put(fresh, like.name)
             except BaseException:
                 session.close()
                 raise
@@ -286,6 +312,7 @@ class Sessions:
             SessionError: a session of that name exists.
         """
         name = file.name if name is None else name
+        _check_name(name)
         if self.exists(name):
             raise SessionError(f"a session named {name!r} exists: import it under another name")
         session = self.open(name, space)
@@ -314,6 +341,11 @@ class Sessions:
             row = self._catalog.sessions.get(name)
             return name in self._open or (row is not None and not self._is_expired(row))
 
+    def has_row(self, name: str) -> bool:
+        """Whether anything is recorded under this name, expired or not."""
+        with self._lock:
+            return name in self._catalog.sessions
+
     def rows(self) -> tuple[SessionRow, ...]:
         """Every session that has not expired, by name."""
         with self._lock:
@@ -330,7 +362,9 @@ class Sessions:
             The row as it was logged.
         """
         self._check_open()
-        after = session_with(after, used_at=self.clock_s())
+        with self._lock:
+            hold = self._hold_of(after, self._held.get(like))
+            after = session_with(after, used_at=self.clock_s(), left=self._left(after.name, hold))
 
         def make() -> tuple[bytes, ...]:
             # A delta is right only on top of the row that it was made from.
@@ -342,7 +376,7 @@ class Sessions:
         with self._lock:
             self._in_doubt.discard(after.name)
             before = self._held.get(after.name)
-            self.hold(after, self._held.get(like))
+            self._count_up(after.name, hold)
             self._rank()
             if before is not None:
                 self._let_go(before)
@@ -398,19 +432,46 @@ class Sessions:
         namespace = self._catalog.namespaces.get(row.namespace)
         return namespace.layout.block_size if namespace is not None else 1
 
-    def hold(self, row: SessionRow, like: _Hold | None = None) -> None:
+    def left_rows(self, row: SessionRow) -> Rows:
+        """Rows of the blocks that the session held once, -1 where a block is not there (lock held)."""
+        raw = bytes.fromhex("".join(row.left))
+        return self._table.find(np.frombuffer(raw, dtype=np.uint8).reshape(-1, DIGEST_NBYTES))
+
+    def _left(self, name: str, hold: _Hold) -> tuple[str, ...]:
+        """What `left` becomes when a session goes on with `hold`: only blocks that are stored count (lock held)."""
+        row, before = self._catalog.sessions.get(name), self._held.get(name)
+        if row is None or before is None:
+            return ()
+        shared = min(len(before.digests), len(hold.digests))
+        same = (before.digests[:shared] == hold.digests[:shared]).all(axis=1)
+        shared = int(np.argmin(np.append(same, False)))
+        cut, back = before.digests[shared:], hold.digests[shared:]
+        if not len(cut) and not row.left:
+            return ()
+        known = dict.fromkeys((*row.left, *(digest.tobytes().hex() for digest in cut)))
+        for digest in back:
+            known.pop(digest.tobytes().hex(), None)
+        left = session_with(row, left=tuple(known))
+        return tuple(d for d, at in zip(left.left, self.left_rows(left).tolist(), strict=True) if at >= 0)
+
+    def hold(self, row: SessionRow) -> None:
         """Count this session among the holders of its anchors, and pin its blocks if it wants that (lock held).
 
         What it held before is no longer its own to count down.
-
-        Args:
-            like: what another row holds; with the same tokens it is held here too, and nothing is hashed.
         """
+        self._count_up(row.name, self._hold_of(row, None))
+
+    def _hold_of(self, row: SessionRow, like: _Hold | None) -> _Hold:
+        """What a row holds. With the tokens of `like` that is the same, and nothing is hashed (lock held)."""
         if like is None or like.tokens is not row.tokens or like.namespace != row.namespace:
             like = _Hold(row.namespace, row.tokens, self._digests(row))
         blocks = [at // self._block_size(row) for at in row.anchors]
         ends = like.digests[[block - 1 for block in blocks if 0 < block <= len(like.digests)]]
-        self._held[row.name] = hold = replace(like, ends=ends, is_pinned=row.pinned, priority=row.priority)
+        return replace(like, ends=ends, is_pinned=row.pinned, priority=row.priority)
+
+    def _count_up(self, name: str, hold: _Hold) -> None:
+        """Lock held."""
+        self._held[name] = hold
         self._table.wish(hold.ends, holders=1)
         self._table.wish(hold.pinned, pins=1)
 
@@ -446,3 +507,13 @@ class Sessions:
         self._table.free_if_empty(self._table.wish(hold.pinned, pins=-1))
         self._lock.notify_all()
         return self._table.wish(hold.ends, holders=-1)
+
+
+def _check_name(name: object) -> None:
+    """Raises BadInput for what the log could not name."""
+    if not isinstance(name, str):
+        raise BadInput(f"a session's name is a str, not {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"a session's name is text that UTF-8 can write, not {name!r}") from error

@@ -11,7 +11,7 @@ from ..block.hashing import common_prefix
 from ..block.identity import Identity
 from ..block.layout import BlockLayout
 from ..cache import TieredCache
-from ..errors import BadInput
+from ..errors import BadInput, SessionError
 from ..table.catalog import SessionRow
 from .arguments import check_arguments, is_messages, one_row
 from .capture import Tokens
@@ -19,7 +19,7 @@ from .live_model import LiveModel
 from .rows import Generated, generate_rows
 from .session import ChatSession
 from .template import Template
-from .transcript import checks_of, num_shared_tokens
+from .transcript import as_messages, checks_of, num_shared_tokens
 
 
 class ChatModel:
@@ -79,12 +79,16 @@ class ChatModel:
             name: of a new session; one is made up if None.
 
         Raises:
+            BadInput: a message without role or text.
             SessionError: a session of that name exists.
         """
         self._live.refresh()
+        kv = self._live.kv
         row, num_shared = self._most_alike(prompt)
-        if row is not None and num_shared == len(row.tokens) and not self._live.kv.is_session_open(row.name):
+        if row is not None and 0 < num_shared == len(row.tokens) and not kv.is_session_open(row.name):
             return self._open(row.name)
+        if name is not None and kv.has_session(name):
+            raise SessionError(f"a session named {name!r} exists: session() opens it")
         is_worth_it = num_shared >= self._live.block_size
         session = self._open(name or f"chat-{secrets.token_hex(4)}", like=row if is_worth_it else None)
         if num_shared < len(session.tokens):
@@ -124,7 +128,7 @@ class ChatModel:
         """
         self._live.refresh()
         record = self._live.kv.import_session(path, self._live.space, name)
-        return ChatSession(self._live, self._template, record)
+        return ChatSession.of(self._live, self._template, record)
 
     def rehash(self) -> None:
         """Hash every weight again: needed after writing a parameter through `.data`."""
@@ -132,15 +136,16 @@ class ChatModel:
 
     def _open(self, name: str, system: str | None = None, like: SessionRow | None = None) -> ChatSession:
         record = self._live.kv.session(name, self._live.space, like)
-        return ChatSession(self._live, self._template, record, system)
+        return ChatSession.of(self._live, self._template, record, system)
 
     def _most_alike(self, prompt: Any) -> tuple[SessionRow | None, int]:
         """The session that shares most with a prompt, and how many of its tokens are shared."""
         rows = [r for r in self._live.kv.sessions() if r.namespace == self._live.space.row.number]
         if is_messages(prompt):
             # What was generated need not be what its text is cut into: messages are compared as such, too.
-            checks = checks_of(prompt)
-            ids: Tokens = self._template.prompt(prompt, self._template.encode(""), ()).ids
+            messages = as_messages(prompt)
+            checks = checks_of(messages)
+            ids: Tokens = self._template.prompt(messages, self._template.encode(""), ()).ids
         else:
             checks, ids = [], one_row(prompt)
         shared = [max(common_prefix(row.tokens, ids), num_shared_tokens(row, checks)) for row in rows]

@@ -33,7 +33,7 @@ from .prefetch import Prefetch
 from .rows import Asked, Generated, compute_rest, generate_rows
 from .stream import Answer, Generation, TextPieces
 from .template import Message, Prompt, Template
-from .transcript import Transcript
+from .transcript import Transcript, as_messages
 
 
 class ChatSession:
@@ -58,8 +58,17 @@ class ChatSession:
         self._running: tuple[float, Generation] | None = None
         self._answer: weakref.ref[Answer] | None = None
         self._transcript = Transcript(template, record, like)
-        if system is not None and not record.turns:
+        if system is not None and not record.turns and not len(record.tokens):
             self.system(system)
+
+    @classmethod
+    def of(cls, live: LiveModel, template: Template, record: Session, *rest: Any) -> ChatSession:
+        """A conversation over an open record, which is closed again where it cannot be one."""
+        try:
+            return cls(live, template, record, *rest)
+        except BaseException:
+            record.close()
+            raise
 
     def __enter__(self) -> ChatSession:
         return self
@@ -87,8 +96,9 @@ class ChatSession:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last message is a user's and has no answer: the process that wrote it was killed."""
-        return bool(self._record.turns) and self._record.turns[-1].role == "user"
+        """Whether the last message waits for an answer: the process that wrote it was killed."""
+        turns = self._record.turns
+        return any(turn.role != "system" for turn in turns) and turns[-1].role != "assistant"
 
     @property
     def pinned(self) -> bool:
@@ -124,29 +134,29 @@ class ChatSession:
         """Set the system message. It is kept with the first user message.
 
         Raises:
-            BadInput: the conversation has begun.
+            BadInput: the conversation has begun; or no text.
         """
         if any(turn.role != "system" for turn in self._record.turns) or (
             len(self.tokens) and not self._record.turns
         ):
             raise BadInput(f"session {self.name!r} has begun: its system message cannot change")
-        self._transcript.messages = [{"role": "system", "content": text}]
+        self._transcript.messages = as_messages([{"role": "system", "content": text}])
 
     def send(self, text: str, max_new_tokens: int = 256, **generate_kwargs: Any) -> Answer:
         """Say something and stream the answer. The user's message is committed when this returns.
 
         Raises:
-            BadInput: the last message has no answer yet, or an argument that the session gives itself.
+            BadInput: no text; the last message has no answer yet; or an argument that the session gives itself.
         """
-        began = time.perf_counter()
+        began, said = time.perf_counter(), as_messages([{"role": "user", "content": text}])
         self._check_streams(generate_kwargs)
         if self.interrupted:
             raise BadInput("the last message has no answer: resume_answer() or rollback(turns=1) first")
-        diverged = self._ask([*self._spoken(), {"role": "user", "content": text}])
+        diverged = self._ask([*self._spoken(), *said])
         return self._stream(began, max_new_tokens, generate_kwargs, diverged)
 
     def resume_answer(self, max_new_tokens: int = 256, **generate_kwargs: Any) -> Answer:
-        """Generate the answer of an interrupted turn again, from its user message."""
+        """Generate the answer of an interrupted turn again, from the message that waits for it."""
         began = time.perf_counter()
         self._check_streams(generate_kwargs)
         if not self.interrupted:
@@ -155,13 +165,17 @@ class ChatSession:
         return self._stream(began, max_new_tokens, generate_kwargs, None)
 
     def regenerate(self, max_new_tokens: int = 256, **generate_kwargs: Any) -> Answer:
-        """Take back the last answer, if there is one, and generate it again from its user message."""
+        """Take back the last answer, if there is one, and generate it again from the message before it.
+
+        Raises:
+            BadInput: nothing was asked yet, or an argument that the session gives itself.
+        """
         self._check_streams(generate_kwargs)
-        asked = [turn.end for turn in self._record.turns if turn.role == "user"]
-        if not asked:
-            raise BadInput("nothing was asked yet")
+        before = self._record.turns[:-1]
         if not self.interrupted:
-            self.rollback(num_tokens=asked[-1])
+            if all(turn.role == "system" for turn in before):
+                raise BadInput("nothing was asked yet")
+            self.rollback(num_tokens=before[-1].end)
         return self.resume_answer(max_new_tokens, **generate_kwargs)
 
     def generate(self, prompt: Any, **generate_kwargs: Any) -> Generated:
@@ -269,8 +283,7 @@ class ChatSession:
             SessionError: a session of that name exists.
         """
         self._check_idle()
-        record = self._record.fork(name)
-        return ChatSession(self._live, self._template, record, like=self._transcript)
+        return ChatSession.of(self._live, self._template, self._record.fork(name), None, self._transcript)
 
     def pin(self) -> None:
         """Hold the session's blocks against eviction, also after a restart."""
@@ -305,8 +318,17 @@ class ChatSession:
         self._record.export(path)
 
     def delete(self) -> None:
-        """Remove the session and the blocks that no other session shares; nothing is left on return."""
-        self._end_answer()
+        """Remove the session and the blocks that no other session shares; nothing is left on return.
+
+        An answer that streams ends, and what it said is not kept.
+
+        Raises:
+            SessionError: the session is closed, or its blocks are in use: nothing was changed.
+        """
+        answer = self._answer() if self._answer is not None else None
+        if answer is not None:
+            answer.abandon()
+        self._running = self._answer = None
         self._memory.drop()
         self._record.delete()
 
@@ -315,20 +337,22 @@ class ChatSession:
         try:
             self._end_answer()
         finally:
-            self._memory.close()
-            self._record.close()
+            try:
+                self._memory.close()
+            finally:
+                self._record.close()
 
     # Inside: a turn
 
     def _begin(self, prompt: Any) -> tuple[Tokens, Divergence | None]:
         """The ids of a prompt, and where they leave the session; messages are committed."""
         if is_messages(prompt):
-            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in prompt]
+            messages = as_messages(prompt)
             if messages[-1]["role"] == "assistant":
                 raise BadInput("the last message is an assistant's: there is nothing to answer")
             diverged = self._ask(messages)
             return self._said_tokens(), diverged
-        tokens = one_row(prompt)
+        tokens = one_row(prompt).copy()  # the caller may write to it again
         if not len(tokens):
             raise BadInput("there is nothing to attach: no ids")
         return tokens, divergence(self._template, self.tokens, tokens, self._record.turns)
@@ -381,8 +405,10 @@ class ChatSession:
         assert prompt is not None, "an answer ended that was never attached"
         text = self._template.decode(tokens[len(prompt) :])
         messages = self._transcript.messages
-        if messages and self.interrupted and np.array_equal(prompt, self._said_tokens()):
-            turns = [*self._record.turns, Turn("assistant", len(tokens))]
+        turns = list(self._record.turns)
+        is_asked = bool(messages and turns) and turns[-1].role != "assistant"
+        if messages and is_asked and np.array_equal(prompt, self._said_tokens()):
+            turns.append(Turn("assistant", len(tokens)))
             self._commit_answer(tokens, turns, [*messages, {"role": "assistant", "content": text}])
             return text
         shared = common_prefix(self.tokens, prompt)
@@ -425,14 +451,9 @@ class ChatSession:
     def _follow_model(self) -> None:
         """If the model changed, its KV is another namespace's: go on there with the same tokens."""
         self._live.refresh()
-        before = self._record
-        if before.space.digest == self._live.space.digest:
-            return
-        self._memory.drop()
-        before.close()
-        self._record = self._live.kv.session(before.name, self._live.space)
-        if len(before.tokens):
-            self._record.commit(before.tokens, before.turns, meta=before.meta)
+        if self._record.space.digest != self._live.space.digest:
+            self._memory.drop()
+            self._record.follow(self._live.space)
 
     def _heads(self) -> list[int]:
         """The boundary at the end of the system message (0: none), then those where other chains left this one."""

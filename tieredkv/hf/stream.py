@@ -140,6 +140,13 @@ class Answer(Iterator[str]):
             self._generation.stop()
             self._finish()
 
+    def abandon(self) -> None:
+        """Stop generating, and keep nothing: the turn stays without an answer. Harmless when it has ended."""
+        if self._on_end is not None:
+            self._on_end = None
+            self._generation.stop()
+            self._generation.join()
+
     def __del__(self) -> None:
         self.close()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from ..block.hashing import common_prefix
+from ..errors import BadInput
 from ..sessions import Session
 from ..table.catalog import SessionRow, Turn
 from .capture import Tokens
@@ -20,6 +21,7 @@ Place = list[int] | str
 """`[start, end, at, length]`: `length` characters from `at` on in the decoded `ids[start:end]`; else the text."""
 
 _KEYS = ("chat", "checks")
+_MESSAGE_KEYS = ("role", "content")
 
 
 class Transcript:
@@ -86,6 +88,32 @@ class Transcript:
             return place
         start, end, at, length = place
         return self._template.decode(tokens[start:end])[at : at + length]
+
+
+def as_messages(prompt: Sequence[Any]) -> list[Message]:
+    """A prompt's messages, each a role and a text.
+
+    Raises:
+        BadInput: naming the first message that is anything else, for what is left out would be silently unsaid.
+    """
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise BadInput(f"message {number} has no role and content: {_kinds(message)}")
+        more = sorted(
+            str(key) for key, value in message.items() if key not in _MESSAGE_KEYS and value is not None
+        )
+        if more:
+            raise BadInput(f"message {number}: a session keeps role and content, not {', '.join(more)}")
+        for key in _MESSAGE_KEYS:
+            if not isinstance(message[key], str):
+                raise BadInput(f"message {number}: its {key} is a {type(message[key]).__name__}, not text")
+    return [{key: message[key] for key in _MESSAGE_KEYS} for message in prompt]
+
+
+def _kinds(message: Any) -> str:
+    return (
+        f"it has {', '.join(map(str, message))}" if isinstance(message, Mapping) else type(message).__name__
+    )
 
 
 def num_shared_tokens(row: SessionRow, checks: Sequence[str]) -> int:

@@ -61,7 +61,8 @@ class SessionRow:
     """A named, durable token sequence.
 
     `anchors` are the boundaries, in tokens, that the session keeps restorable; of lower `priority` is evicted
-    first; `expires_at` and `used_at` are on the store's own clock (seconds), 0 for never.
+    first; `expires_at` and `used_at` are on the store's own clock (seconds), 0 for never; `left` are blocks, as
+    digests in hex, that it held once and that may still be stored: they go when it is deleted.
     """
 
     name: str
@@ -74,6 +75,7 @@ class SessionRow:
     priority: int = 0
     expires_at: float = 0.0
     used_at: float = 0.0
+    left: tuple[str, ...] = field(default=(), repr=False)
 
     def encode(self, before: SessionRow | None = None) -> bytes:
         """As a record: what differs from `before`, a row that the log already holds, of this name or another's."""
@@ -106,8 +108,7 @@ class SessionRow:
             if kept > len(base.tokens) or head["base"] not in known:
                 raise CorruptFormat(f"a session record keeps {kept} tokens of {len(base.tokens)}")
         changes = {name: head[name] for name in _PLAIN_FIELDS if name in head}
-        if "anchors" in changes:
-            changes["anchors"] = tuple(changes["anchors"])
+        changes |= {name: tuple(changes[name]) for name in ("anchors", "left") if name in changes}
         if "turns" in head:
             changes["turns"] = tuple(Turn(role, end) for role, end in head["turns"])
         # What only shares another row's tokens shares their memory too.
@@ -115,7 +116,7 @@ class SessionRow:
         return replace(base, name=head["name"], namespace=head["namespace"], tokens=tokens, **changes)
 
 
-_PLAIN_FIELDS = ("anchors", "meta", "pinned", "priority", "expires_at", "used_at")
+_PLAIN_FIELDS = ("anchors", "meta", "pinned", "priority", "expires_at", "used_at", "left")
 
 
 class Catalog:
