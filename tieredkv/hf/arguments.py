@@ -30,7 +30,10 @@ def check_arguments(given: Mapping[str, Any], model: Any) -> None:
     own = sorted(_OURS & given.keys())
     if own:
         raise BadInput(f"{', '.join(own)}: the session gives these itself; attach(ids) is for your own calls")
-    kind = _chosen("cache_implementation", given, model)
+    num_beams = chosen("num_beams", given, model)
+    if num_beams is not None and num_beams < 1:
+        raise BadInput(f"num_beams={num_beams}: 1 is no beam search, more are that many beams")
+    kind = chosen("cache_implementation", given, model)
     if kind not in (None, "dynamic", "dynamic_full"):
         raise BadInput(
             f"cache_implementation={kind!r}: a session's cache holds the KV as the model computed it; a static,"
@@ -40,25 +43,27 @@ def check_arguments(given: Mapping[str, Any], model: Any) -> None:
 
 def num_sequences(given: Mapping[str, Any], model: Any) -> int:
     """How many rows `generate` makes of one prompt: beams, or sequences that it returns."""
-    return max(int(_chosen(name, given, model) or 1) for name in _FANS)
+    return max(int(chosen(name, given, model) or 1) for name in _FANS)
 
 
 def check_one_sequence(given: Mapping[str, Any], model: Any) -> None:
     """Raises BadInput where one call would give several answers."""
     if num_sequences(given, model) > 1:
-        named = ", ".join(f"{n}={c}" for n in _FANS if (c := _chosen(n, given, model) or 1) > 1)
+        named = ", ".join(f"{n}={c}" for n in _FANS if (c := chosen(n, given, model) or 1) > 1)
         raise BadInput(f"{named}: an answer that streams is one sequence; use generate() for more")
 
 
 def is_assisted(given: Mapping[str, Any], model: Any) -> bool:
     """Whether `generate` will draft tokens, by its arguments or its configurations."""
-    return any(_chosen(name, given, model) is not None for name in _ASSISTED)
+    return any(chosen(name, given, model) is not None for name in _ASSISTED)
 
 
-def _chosen(name: str, given: Mapping[str, Any], model: Any) -> Any:
-    """What `generate` will take for `name`: its argument, else that of its configuration, else the model's."""
+def chosen(name: str, given: Mapping[str, Any], model: Any) -> Any:
+    """What `generate` will take for `name`: an argument, even None, else its configuration's, else the model's."""
+    if name in given:
+        return given[name]
     configs = (given.get("generation_config"), getattr(model, "generation_config", None))
-    values = (given.get(name), *(getattr(config, name, None) for config in configs))
+    values = (getattr(config, name, None) for config in configs)
     return next((value for value in values if value is not None), None)
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import BadInput
-from .arguments import num_sequences
+from .arguments import chosen, num_sequences
 from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
 from .probe import forward_arguments, inner_model
@@ -62,7 +62,7 @@ def compute_rest(live: LiveModel, cache: CapturingCache, tokens: Tokens) -> None
 
 def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, Any]) -> list[Generated]:
     """One `generate` call over all rows; the first sequence of each is committed."""
-    num_returned = int(given.get("num_return_sequences") or 1)
+    num_returned = int(chosen("num_return_sequences", given, live.model) or 1)
     longest = max(len(row.tokens) for row in rows)
     pads = [longest - len(row.tokens) for row in rows]
     ids, mask = (np.zeros((len(rows), longest), dtype=np.int64) for _ in range(2))
@@ -92,9 +92,7 @@ def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, An
 
 def _ends(model: Any, given: Mapping[str, Any]) -> list[int]:
     """The ids that end an answer; what follows them in a row is padding."""
-    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
-    values = (given.get("eos_token_id"), *(getattr(config, "eos_token_id", None) for config in configs))
-    value = next((value for value in values if value is not None), None)
+    value = chosen("eos_token_id", given, model)
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
