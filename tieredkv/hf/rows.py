@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import BadInput
-from .arguments import chosen, num_sequences
+from .arguments import chosen, is_assisted, num_sequences, prompt_readers
 from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
 from .probe import forward_arguments, inner_model
@@ -60,6 +60,26 @@ def compute_rest(live: LiveModel, cache: CapturingCache, tokens: Tokens) -> None
             inner(**forward_arguments(inner, cache, ids, start))
 
 
+def check_rows(live: LiveModel, given: Mapping[str, Any], num_rows: int) -> None:
+    """That so many rows can go through one call with these arguments, each with the answer it would get alone.
+
+    Raises:
+        BadInput: naming the argument, and the way out.
+    """
+    model = live.model
+    if (chosen("num_beams", given, model) or 1) == 1 and is_assisted(given, model):
+        raise BadInput(
+            "assistant_model, prompt_lookup_num_tokens: drafts go with one sequence of one session; use its"
+            " generate(), without num_return_sequences"
+        )
+    readers = prompt_readers(given, model, 0) if num_rows > 1 else []
+    if readers and not live.new_cache().counts_tokens:
+        raise BadInput(
+            f"{', '.join(readers)}: needs the whole prompt, and of several rows this model is given the last ids"
+            " alone; leave it out, or generate one row at a time"
+        )
+
+
 def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, Any]) -> list[Generated]:
     """One `generate` call over all rows; the first sequence of each is committed."""
     num_returned = int(chosen("num_return_sequences", given, live.model) or 1)
@@ -70,7 +90,8 @@ def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, An
         ids[number, pads[number] :], mask[number, pads[number] :] = row.tokens, 1
     cache = _together(live, [row.cache for row in rows], num_sequences(given, live.model))
     # Where no layer counts tokens generate cannot tell what the cache holds: it is given the last ids alone.
-    skipped = 0 if rows[0].cache.counts_tokens else longest - 1
+    tells = rows[0].cache.counts_tokens or not any(row.cache.num_tokens for row in rows)
+    skipped = 0 if tells else longest - 1
     inputs = {
         "input_ids": torch.from_numpy(ids[:, skipped:]).to(live.device),
         "attention_mask": torch.from_numpy(mask[:, skipped:]).to(live.device),
