@@ -20,6 +20,7 @@ from .arguments import chosen, is_assisted, num_sequences, prompt_readers
 from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
 from .probe import forward_arguments, inner_model
+from .row_ends import record_ends, row_enders, stop_ids
 from .states import State, is_pooling, put, read, states_of
 
 
@@ -67,7 +68,13 @@ def check_rows(live: LiveModel, given: Mapping[str, Any], num_rows: int) -> None
         BadInput: naming the argument, and the way out.
     """
     model = live.model
-    if (chosen("num_beams", given, model) or 1) == 1 and is_assisted(given, model):
+    if (chosen("num_beams", given, model) or 1) > 1:
+        if enders := row_enders(given, model):
+            raise BadInput(
+                f"{', '.join(enders)}: which beam ended where cannot be told, so neither what the answer is;"
+                " leave it out, or num_beams"
+            )
+    elif is_assisted(given, model):
         raise BadInput(
             "assistant_model, prompt_lookup_num_tokens: drafts go with one sequence of one session; use its"
             " generate(), without num_return_sequences"
@@ -97,24 +104,19 @@ def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, An
         "attention_mask": torch.from_numpy(mask[:, skipped:]).to(live.device),
         live.cache_name: cache,
     }
-    out = live.model.generate(**{**given, **inputs})
+    recorded, ends = record_ends(given, live.model)
+    out = live.model.generate(**{**recorded, **inputs})
     new = getattr(out, "sequences", out).cpu()[:, longest - skipped :]
-    ends = _ends(live.model, given)
+    stops = stop_ids(given, live.model)
     results = []
-    for row, answers in zip(rows, new.split(num_returned), strict=True):
-        answer = answers[0].numpy()
-        found = np.flatnonzero(np.isin(answer, ends))
+    for number, (row, answers) in enumerate(zip(rows, new.split(num_returned), strict=True)):
+        answer = answers[0].numpy()[: ends.of(number * num_returned, longest - skipped)]
+        found = np.flatnonzero(np.isin(answer, stops))
         answer = answer[: int(found[0]) + 1] if found.size else answer
         tokens = np.concatenate([row.tokens, answer.astype(np.int32)])
         prompt = torch.from_numpy(row.tokens.astype(np.int64)).expand(num_returned, -1)
         results.append(Generated(tokens, row.keep(tokens), torch.cat([prompt, answers], dim=1)))
     return results
-
-
-def _ends(model: Any, given: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer; what follows them in a row is padding."""
-    value = chosen("eos_token_id", given, model)
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
 def _together(live: LiveModel, caches: Sequence[CapturingCache], num_each: int) -> Cache:
