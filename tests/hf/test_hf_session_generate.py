@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import FAMILIES, RECURRENT, byte_tokenizer, llama, prompt
+from transformers import GenerationConfig
 
 from tieredkv.errors import BadInput
 from tieredkv.hf import ChatModel
@@ -110,6 +111,19 @@ def test_beams_and_several_sequences(name: str, open_kv: Callable[..., Any], tok
             assert session.last_explain.reused_tokens >= 66
         following = torch.cat([torch.tensor(session.tokens[None].astype(np.int64)), prompt(4, seed=6)], dim=1)
         assert [session.generate(following, **GREEDY).ids.tolist()] == plain(model, following)
+
+
+def test_numbers_of_sequences_are_taken_from_configurations(
+    open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    model, ids = llama(), prompt(40)
+    beams = GenerationConfig(num_return_sequences=2, num_beams=3, max_new_tokens=5, pad_token_id=0)
+    with ChatModel(open_kv(), model, tokenizer).session("s") as session:
+        got = session.generate(ids, generation_config=beams)
+        assert got.sequences.tolist() == plain(model, ids, generation_config=beams, max_new_tokens=5)
+        model.generation_config.num_beams = model.generation_config.num_return_sequences = 2
+        got = session.generate(ids, **GREEDY)
+        assert got.sequences.tolist() == plain(model, ids) and len(got.sequences) == 2
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -16,7 +16,7 @@ from ..table.catalog import SessionRow
 from .arguments import check_arguments, is_messages, one_row
 from .capture import Tokens
 from .live_model import LiveModel
-from .rows import Generated, generate_rows
+from .rows import Generated, check_rows, generate_rows
 from .session import ChatSession
 from .template import Template
 from .transcript import as_messages, checks_of, num_shared_tokens
@@ -115,7 +115,8 @@ class ChatModel:
             if session.name in names[:number]:
                 raise BadInput(f"row {number}: session {session.name!r} is in the batch already")
         check_arguments(generate_kwargs, self._live.model)
-        asked = [session.begin_row(prompt) for session, prompt in rows]
+        check_rows(self._live, generate_kwargs, len(rows))
+        asked = [session.begin_row(prompt, generate_kwargs) for session, prompt in rows]
         return generate_rows(self._live, asked, generate_kwargs)
 
     def import_(self, path: str | os.PathLike[str], name: str | None = None) -> ChatSession:

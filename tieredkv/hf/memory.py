@@ -31,6 +31,7 @@ class SessionMemory:
     Attributes:
         attached: the prompt that the cache was attached for, until its answer is committed.
         branch: the boundary at which another chain left this prompt and no window parts are; 0 without one.
+        is_anew: whether the prompt attached last is to be computed by `generate` from its first token.
     """
 
     def __init__(self, live: LiveModel) -> None:
@@ -40,9 +41,15 @@ class SessionMemory:
         self._num_skipped = 0
         self.attached: Tokens | None = None
         self.branch = 0
+        self.is_anew = False
 
     def attach(
-        self, tokens: Tokens, heads: Sequence[int], assisted: bool = False, num_new: int = 0
+        self,
+        tokens: Tokens,
+        heads: Sequence[int],
+        assisted: bool = False,
+        num_new: int = 0,
+        readers: Sequence[str] = (),
     ) -> tuple[dict[str, Any], Explain]:
         """Arguments for one `generate` call over `tokens`, and what they cost.
 
@@ -50,16 +57,20 @@ class SessionMemory:
             heads: boundaries to keep when the call crosses them.
             assisted: give only the ids behind the cache, with a mask over all.
             num_new: how many tokens the call may generate, if that is known.
+            readers: arguments of the call that read the whole prompt: where only the ids behind the cache could
+                be given, the cache is empty, so that these are all.
         """
         began = time.perf_counter()
         self.attached = None
-        cache, explain = self._cache_for(tokens, num_new)
+        self.is_anew = bool(readers) and (assisted or not self._counts_tokens())
+        cache, explain = self._anew(tokens, readers) if self.is_anew else self._cache_for(tokens, num_new)
         explain = replace(explain, restore_s=time.perf_counter() - began)
         cache.forget_wanted()
         cache.want([anchors.boundary(len(tokens), self._live.block_size), self.branch, *heads])
         self._cache, self.attached = cache, tokens
         cache.expect(tokens, num_new)
-        prefill(self._live.model, cache, tokens)
+        if not self.is_anew:
+            prefill(self._live.model, cache, tokens)
         self._num_skipped = cache.num_tokens if assisted or not cache.counts_tokens else 0
         cache.new_ids_only = self._num_skipped > 0
         device = self._live.device
@@ -133,6 +144,20 @@ class SessionMemory:
         if self._cache is not None:
             self._live.gate.note_forwards(self._cache.forwards.take())
         self._cache = self.attached = self._prefetch = None
+
+    def _counts_tokens(self) -> bool:
+        """Whether `generate` can tell how far a cache of this model reaches."""
+        cache = self._live.new_cache() if self._cache is None else self._cache
+        return cache.counts_tokens
+
+    def _anew(self, tokens: Tokens, readers: Sequence[str]) -> tuple[CapturingCache, Explain]:
+        """An empty cache, for arguments that read what the ids behind another would not tell."""
+        self.drop()
+        self.branch = 0
+        why = f"{', '.join(readers)} needs the whole prompt, which this call takes with an empty cache only"
+        skipped_s = self._live.gate.skipped_s(0, len(tokens))
+        explain = Explain(len(tokens), 0, reason=str(Reason.RECOMPUTED), detail=why, skipped_s=skipped_s)
+        return self._live.new_cache(), explain
 
     def _cache_for(self, tokens: Tokens, num_new: int) -> tuple[CapturingCache, Explain]:
         """A cache of a prefix of `tokens`: this session's own, unless loading what is stored is sooner."""

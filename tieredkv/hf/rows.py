@@ -16,10 +16,11 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import BadInput
-from .arguments import num_sequences
+from .arguments import chosen, is_assisted, num_sequences, prompt_readers
 from .capture import CapturingCache, Tokens
 from .live_model import LiveModel
 from .probe import forward_arguments, inner_model
+from .row_ends import record_ends, row_enders, stop_ids
 from .states import State, is_pooling, put, read, states_of
 
 
@@ -60,9 +61,35 @@ def compute_rest(live: LiveModel, cache: CapturingCache, tokens: Tokens) -> None
             inner(**forward_arguments(inner, cache, ids, start))
 
 
+def check_rows(live: LiveModel, given: Mapping[str, Any], num_rows: int) -> None:
+    """That so many rows can go through one call with these arguments, each with the answer it would get alone.
+
+    Raises:
+        BadInput: naming the argument, and the way out.
+    """
+    model = live.model
+    if (chosen("num_beams", given, model) or 1) > 1:
+        if enders := row_enders(given, model):
+            raise BadInput(
+                f"{', '.join(enders)}: which beam ended where cannot be told, so neither what the answer is;"
+                " leave it out, or num_beams"
+            )
+    elif is_assisted(given, model):
+        raise BadInput(
+            "assistant_model, prompt_lookup_num_tokens: drafts go with one sequence of one session; use its"
+            " generate(), without num_return_sequences"
+        )
+    readers = prompt_readers(given, model, 0) if num_rows > 1 else []
+    if readers and not live.new_cache().counts_tokens:
+        raise BadInput(
+            f"{', '.join(readers)}: needs the whole prompt, and of several rows this model is given the last ids"
+            " alone; leave it out, or generate one row at a time"
+        )
+
+
 def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, Any]) -> list[Generated]:
     """One `generate` call over all rows; the first sequence of each is committed."""
-    num_returned = int(given.get("num_return_sequences") or 1)
+    num_returned = int(chosen("num_return_sequences", given, live.model) or 1)
     longest = max(len(row.tokens) for row in rows)
     pads = [longest - len(row.tokens) for row in rows]
     ids, mask = (np.zeros((len(rows), longest), dtype=np.int64) for _ in range(2))
@@ -70,32 +97,26 @@ def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, An
         ids[number, pads[number] :], mask[number, pads[number] :] = row.tokens, 1
     cache = _together(live, [row.cache for row in rows], num_sequences(given, live.model))
     # Where no layer counts tokens generate cannot tell what the cache holds: it is given the last ids alone.
-    skipped = 0 if rows[0].cache.counts_tokens else longest - 1
+    tells = rows[0].cache.counts_tokens or not any(row.cache.num_tokens for row in rows)
+    skipped = 0 if tells else longest - 1
     inputs = {
         "input_ids": torch.from_numpy(ids[:, skipped:]).to(live.device),
         "attention_mask": torch.from_numpy(mask[:, skipped:]).to(live.device),
         live.cache_name: cache,
     }
-    out = live.model.generate(**{**given, **inputs})
+    recorded, ends = record_ends(given, live.model)
+    out = live.model.generate(**{**recorded, **inputs})
     new = getattr(out, "sequences", out).cpu()[:, longest - skipped :]
-    ends = _ends(live.model, given)
+    stops = stop_ids(given, live.model)
     results = []
-    for row, answers in zip(rows, new.split(num_returned), strict=True):
-        answer = answers[0].numpy()
-        found = np.flatnonzero(np.isin(answer, ends))
+    for number, (row, answers) in enumerate(zip(rows, new.split(num_returned), strict=True)):
+        answer = answers[0].numpy()[: ends.of(number * num_returned, longest - skipped)]
+        found = np.flatnonzero(np.isin(answer, stops))
         answer = answer[: int(found[0]) + 1] if found.size else answer
         tokens = np.concatenate([row.tokens, answer.astype(np.int32)])
         prompt = torch.from_numpy(row.tokens.astype(np.int64)).expand(num_returned, -1)
         results.append(Generated(tokens, row.keep(tokens), torch.cat([prompt, answers], dim=1)))
     return results
-
-
-def _ends(model: Any, given: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer; what follows them in a row is padding."""
-    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
-    values = (given.get("eos_token_id"), *(getattr(config, "eos_token_id", None) for config in configs))
-    value = next((value for value in values if value is not None), None)
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
 def _together(live: LiveModel, caches: Sequence[CapturingCache], num_each: int) -> Cache:

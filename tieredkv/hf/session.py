@@ -24,13 +24,21 @@ from ..errors import BadInput, SessionError
 from ..sessions import Session
 from ..table.catalog import Turn
 from . import anchors
-from .arguments import check_arguments, check_one_sequence, is_assisted, is_messages, num_sequences, one_row
+from .arguments import (
+    check_arguments,
+    check_one_sequence,
+    is_assisted,
+    is_messages,
+    num_sequences,
+    one_row,
+    prompt_readers,
+)
 from .capture import Tokens
 from .explain import Divergence, Explain, divergence
 from .live_model import LiveModel
 from .memory import SessionMemory
 from .prefetch import Prefetch
-from .rows import Asked, Generated, compute_rest, generate_rows
+from .rows import Asked, Generated, check_rows, compute_rest, generate_rows
 from .stream import Answer, Generation, TextPieces
 from .template import Message, Prompt, Template
 from .transcript import Transcript, as_messages
@@ -185,6 +193,9 @@ class ChatSession:
             prompt: ids, `[n]` or `[1, n]`; or all messages of a chat, the last of them not an assistant's.
                 Where it leaves what the session holds, the session follows it: `explain` says where.
             generate_kwargs: as `generate` takes them. Of several beams or sequences the first is committed.
+                Where the model's cache counts no tokens, or tokens are drafted, `generate` cannot be given a whole
+                prompt behind a cache: with arguments that read it (`repetition_penalty`, `max_length`, ...)
+                nothing is reused, and `explain` says so.
 
         Raises:
             BadInput: no prompt, or an argument that the session gives itself.
@@ -192,10 +203,11 @@ class ChatSession:
         model = self._live.model
         self._check_ready(generate_kwargs)
         if num_sequences(generate_kwargs, model) > 1:
-            return generate_rows(self._live, [self.begin_row(prompt)], generate_kwargs)[0]
+            check_rows(self._live, generate_kwargs, 1)
+            row = self.begin_row(prompt, generate_kwargs)
+            return generate_rows(self._live, [row], generate_kwargs)[0]
         tokens, diverged = self._begin(prompt)
-        num_new = int(generate_kwargs.get("max_new_tokens") or 0)
-        attached = self._attach(tokens, is_assisted(generate_kwargs, model), diverged, num_new)
+        attached = self._attach(tokens, is_assisted(generate_kwargs, model), diverged, generate_kwargs)
         try:
             out = model.generate(**{**generate_kwargs, **attached})
         except BaseException:
@@ -204,16 +216,20 @@ class ChatSession:
         whole = self._memory.whole(out)
         return Generated(whole, self._keep(whole), torch.from_numpy(whole.astype(np.int64))[None])
 
-    def begin_row(self, prompt: Any) -> Asked:
+    def begin_row(self, prompt: Any, given: Mapping[str, Any]) -> Asked:
         """A prompt of this session as one row of a batch: all but its last token computed, alone and kept.
+
+        Nothing is computed where an argument in `given` reads the whole prompt, which `generate` takes here with
+        an empty cache only.
 
         Raises:
             BadInput: no prompt.
         """
         self._check_ready({})
         tokens, diverged = self._begin(prompt)
-        cache = self._attach(tokens, False, diverged)[self._live.cache_name]
-        compute_rest(self._live, cache, tokens[:-1])
+        cache = self._attach(tokens, False, diverged, given)[self._live.cache_name]
+        if not self._memory.is_anew:
+            compute_rest(self._live, cache, tokens[:-1])
         return Asked(tokens, cache, self._keep)
 
     # For people who call generate themselves
@@ -224,14 +240,17 @@ class ChatSession:
         Args:
             ids: the whole prompt, `[n]` or `[1, n]`.
             assisted: for `assistant_model` or `prompt_lookup_num_tokens`, which would run a whole prompt
-                again over its own prefix: only the ids behind the cache are given, with a mask over all.
+                again over its own prefix: only the ids behind the cache are given, with a mask over all. What
+                reads or counts a prompt (`repetition_penalty`, `no_repeat_ngram_size`, `max_length`,
+                `stop_strings`, processors and criteria of your own, ...) then reads these ids alone. The same
+                goes, without it, for a model whose cache counts no tokens, such as Mamba.
 
         Raises:
             BadInput: no ids, or more than one row.
         """
         self._check_ready({})
         tokens, diverged = self._begin(one_row(ids))
-        return self._attach(tokens, assisted, diverged)
+        return self._attach(tokens, assisted, diverged, None)
 
     def commit(self, out: object) -> None:
         """Keep what a `generate` call over attached ids gave: its sequences, as a tensor or a ModelOutput.
@@ -375,9 +394,10 @@ class ChatSession:
         given: Mapping[str, Any],
         diverged: Divergence | None,
     ) -> Answer:
+        given = {**given, "max_new_tokens": max_new_tokens}
         assisted = is_assisted(given, self._live.model)
-        attached = self._attach(self._said_tokens(), assisted, diverged, max_new_tokens)
-        arguments = {**given, **attached, "max_new_tokens": max_new_tokens}
+        attached = self._attach(self._said_tokens(), assisted, diverged, given)
+        arguments = {**given, **attached}
         criteria = list(given.get("stopping_criteria") or ())
 
         def call(streamer: Any, stop: Any) -> Any:
@@ -442,9 +462,12 @@ class ChatSession:
     # Inside: the cache
 
     def _attach(
-        self, tokens: Tokens, assisted: bool, diverged: Divergence | None, num_new: int = 0
+        self, tokens: Tokens, assisted: bool, diverged: Divergence | None, given: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        attached, explain = self._memory.attach(tokens, self._heads(), assisted, num_new)
+        """Args: given: the arguments of the call that follows; None for one that the caller makes."""
+        readers = [] if given is None else prompt_readers(given, self._live.model, len(tokens))
+        num_new = int((given or {}).get("max_new_tokens") or 0)
+        attached, explain = self._memory.attach(tokens, self._heads(), assisted, num_new, readers)
         self._explain = replace(explain, divergence=diverged)
         return attached
 
