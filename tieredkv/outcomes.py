@@ -35,6 +35,7 @@ class Reason(str, Enum):
     NO_SPACE = "no space"
     KEY_TAKEN = "key held by another digest"
     RECOMPUTED = "sooner computed than loaded"
+    WANTED_WHOLE = "an argument reads the whole prompt"
 
     def __str__(self) -> str:
         return self.value

@@ -154,9 +154,9 @@ class SessionMemory:
         """An empty cache, for arguments that read what the ids behind another would not tell."""
         self.drop()
         self.branch = 0
-        why = f"{', '.join(readers)} needs the whole prompt, which this call takes with an empty cache only"
+        why = f"{', '.join(readers)}; this call takes a whole prompt with an empty cache only"
         skipped_s = self._live.gate.skipped_s(0, len(tokens))
-        explain = Explain(len(tokens), 0, reason=str(Reason.RECOMPUTED), detail=why, skipped_s=skipped_s)
+        explain = Explain(len(tokens), 0, reason=str(Reason.WANTED_WHOLE), detail=why, skipped_s=skipped_s)
         return self._live.new_cache(), explain
 
     def _cache_for(self, tokens: Tokens, num_new: int) -> tuple[CapturingCache, Explain]:
