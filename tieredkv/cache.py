@@ -348,7 +348,8 @@ class TieredCache:
 
     def count_working(self, buffer: WorkingBuffer) -> None:
         """Show a live sequence's own KV in `stats`, for as long as it lives; no tier's budget covers it."""
-        self._working.add(buffer)
+        with self._lock:  # which `stats` looks through them under
+            self._working.add(buffer)
 
     # ---- sessions and removal ------------------------------------------------------------------
 
