@@ -126,12 +126,14 @@ print('leaving', flush=True)
     assert_kept(kv, max(num_turns, key=num_turns.__getitem__))
 
 
-def test_a_prefetch_is_waited_for(tmp_path: Path) -> None:
-    code = """
-def session(): return ChatModel(kv, model, byte_tokenizer()).session('a')
-model = llama(num_hidden_layers=8, hidden_size=256, max_position_embeddings=8192)
-with session() as before: before.generate(torch.arange(4000)[None] % 250 + 5, max_new_tokens=2)
-coming = session().prefetch()
+def test_a_prefetch_is_waited_for(tmp_path: Path, open_kv: Callable[..., Any]) -> None:
+    large = {"num_hidden_layers": 8, "hidden_size": 256, "max_position_embeddings": 8192}
+    kv = open_kv()
+    with ChatModel(kv, llama(**large), byte_tokenizer()).session("a") as session:
+        session.generate(torch.arange(4000)[None] % 250 + 5, max_new_tokens=2)
+    kv.close()
+    code = f"""
+coming = ChatModel(kv, llama(**{large}), byte_tokenizer()).session('a').prefetch()
 print('leaving', flush=True)
 """
     ended = Ended(tmp_path / "store", code)
