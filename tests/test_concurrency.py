@@ -401,6 +401,29 @@ def test_the_lock_is_free_after_its_owner_died_though_a_child_of_it_lives(tmp_pa
         os.close(write_end)
 
 
+def test_working_buffers_come_and_go_while_they_are_counted(tmp_path: Path) -> None:
+    class Buffer:
+        def nbytes(self) -> int:
+            return 1
+
+    held = [Buffer() for _ in range(2000)]
+    with opened(tmp_path) as kv:
+        list(map(kv.count_working, held))
+
+        def come() -> None:
+            held.append(Buffer())
+            kv.count_working(held[-1])
+            del held[0]
+
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            together([come, kv.stats], 2.0)
+        finally:
+            sys.setswitchinterval(before)
+        assert kv.stats().working_nbytes == len(held)
+
+
 # ---- removal beside use --------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -129,26 +130,54 @@ def test_no_damaged_file_is_taken(tmp_path: Path) -> None:
         kv.import_session(file, space)
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt("No space")])
 @pytest.mark.parametrize("operation", ["create", "pwritev", "datasync", "rename", "sync_dir"])
-def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, operation: str) -> None:
+def test_an_export_that_fails_leaves_what_was_there(
+    tmp_path: Path, operation: str, error: BaseException
+) -> None:
     def fail(op: str, path: str) -> None:
-        if op == operation and "session.tkv" in path + "session.tkv" * (op == "sync_dir"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        if op == operation and path.startswith(str(out)):
+            raise error
 
     out = tmp_path / "out"
     out.mkdir()
     (out / "session.tkv").write_bytes(b"before")
-    (out / "session.tkv.tmp").write_bytes(b"left by a crash")
+    (out / "session.tkv.tmp").write_bytes(b"somebody else's")
     with opened(tmp_path / "one") as kv:
         session = talk(kv)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(type(error), match="No space"):
             write_session(out / "session.tkv", session._row, session.space, HookedFs(fail))
-        assert os.listdir(out) == ["session.tkv"]
+        assert sorted(os.listdir(out)) == ["session.tkv", "session.tkv.tmp"]
         if operation != "sync_dir":
             assert (out / "session.tkv").read_bytes() == b"before"
         assert kv.stats().num_pins == 0
         session.export(out / "session.tkv")
+        assert (out / "session.tkv.tmp").read_bytes() == b"somebody else's"
     with opened(tmp_path / "two") as kv:
         space = kv.namespace(IDENTITY, MIXED)
         kv.import_session(out / "session.tkv", space)
         assert load_checked(space, np.append(SAID, 1))[0] == 20 * SIZE
+
+
+def test_two_threads_export_to_one_path(tmp_path: Path) -> None:
+    """Both are at work at the same time; the last to end has the name, and either file is whole."""
+    both, failures = threading.Barrier(2, timeout=60), list[BaseException]()
+    fs = HookedFs(lambda operation, _path: operation in ("datasync", "rename") and both.wait() and None)
+    with opened(tmp_path / "one") as kv:
+        session = talk(kv)
+
+        def export() -> None:
+            try:
+                write_session(tmp_path / "session.tkv", session._row, session.space, fs)
+            except BaseException as failure:
+                failures.append(failure)
+                both.abort()
+
+        threads = [threading.Thread(target=export) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not failures and sorted(os.listdir(tmp_path)) == ["one", "session.tkv"]
+    with opened(tmp_path / "two") as kv:
+        kv.import_session(tmp_path / "session.tkv", kv.namespace(IDENTITY, MIXED))

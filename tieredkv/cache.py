@@ -348,7 +348,8 @@ class TieredCache:
 
     def count_working(self, buffer: WorkingBuffer) -> None:
         """Show a live sequence's own KV in `stats`, for as long as it lives; no tier's budget covers it."""
-        self._working.add(buffer)
+        with self._lock:  # which `stats` looks through them under
+            self._working.add(buffer)
 
     # ---- sessions and removal ------------------------------------------------------------------
 
@@ -571,14 +572,27 @@ class TieredCache:
 
 
 _OPEN: weakref.WeakSet[TieredCache] = weakref.WeakSet()
+_BEFORE_CLOSING: list[Callable[[float], None]] = []
+
+
+def before_closing_at_exit(act: Callable[[float], None]) -> None:
+    """Have `act(until)` called at exit before open caches are closed: it ends what uses them, in time.
+
+    It is called once more after that, if there is time left for what did not end.
+    """
+    _BEFORE_CLOSING.append(act)
 
 
 @atexit.register
 def _close_all() -> None:
     """At exit: a thread that is in a call of torch when the interpreter ends takes the process down (SIGABRT)."""
     until = time.monotonic() + _AT_EXIT_S
+    for act in _BEFORE_CLOSING:
+        act(until)
     for cache in list(_OPEN):
         try:
             cache.close(max(0.0, until - time.monotonic()))
         except Exception:  # the others are closed all the same
             _LOG.exception("%s: closing at exit failed", cache.path)
+    for act in _BEFORE_CLOSING:
+        act(until)

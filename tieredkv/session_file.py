@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,21 +46,23 @@ def write_session(
 ) -> None:
     """Write `row` and the parts of its longest restorable prefix. The file is private, whole and durable on return.
 
+    It is written under a name of its own beside it: others may write to the same path, and no file is in the way.
+
     Raises:
         OSError: nothing is left of it; a file that had the name before stays.
     """
     fs, path = fs or OsFs(), os.path.abspath(os.path.expanduser(os.fspath(path)))
-    temporary = f"{path}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        fs.unlink(temporary)
+    folder = os.path.dirname(path)
+    temporary = os.path.join(folder, f".tieredkv-{secrets.token_hex(8)}.tmp")
     with space.load(np.append(row.tokens, np.int32(0)), _LOAD_S) as prefix:
+        file = fs.open_file(temporary, create=True)
         try:
-            with contextlib.closing(fs.open_file(temporary, create=True)) as file:
+            with contextlib.closing(file):
                 _write(file, _manifest(row, space, prefix), prefix)
                 file.datasync()
             fs.rename(temporary, path)
-            fs.sync_dir(os.path.dirname(path))
-        except OSError:
+            fs.sync_dir(folder)
+        except BaseException:
             with contextlib.suppress(OSError):
                 fs.unlink(temporary)
             raise

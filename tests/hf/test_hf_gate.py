@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +21,10 @@ from tieredkv.audit.report import fsck
 from tieredkv.cache import open_cache
 from tieredkv.cli.app import app
 from tieredkv.hf import ChatModel
-from tieredkv.hf.gate import Choice, device_name
+from tieredkv.hf.gate import Choice, Gate, device_name
 from tieredkv.hf.restore import Restored
 from tieredkv.outcomes import Lookup, Reason
-from tieredkv.speeds import SPEEDS, Sample
+from tieredkv.speeds import SPEEDS, Sample, read_speeds
 
 NUM_TOKENS, FOUND = 600, 592
 RECOMPUTED = str(Reason.RECOMPUTED)
@@ -300,6 +301,78 @@ def test_a_file_system_that_hangs_is_waited_for_until_the_deadline(tmp_path: Pat
         hangs.set()
         writer.join(30)
         assert not writer.is_alive() and (place.folder / SPEEDS).exists()
+
+
+# Several threads
+
+
+def test_any_number_of_threads_keep_what_they_learned(place: Place) -> None:
+    """Two models, whose gates have one file, and several sessions of each that end at the same time."""
+    with place.opened() as kv:
+        gates = [place.chat(kv)._live.gate, ChatModel(kv, place.model, byte_tokenizer(), salt="b")._live.gate]
+        failures: list[BaseException] = []
+
+        def end_sessions(gate: Gate) -> None:
+            try:
+                for _ in range(40):
+                    gate.note_forwards([Sample(0, NUM_TOKENS, 0.1)])
+                    gate.save()
+            except BaseException as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=end_sessions, args=(gate,)) for gate in gates * 4]
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(120)
+        finally:
+            sys.setswitchinterval(before)
+        assert not failures and "speeds_errors" not in kv.stats().counters
+        assert {gate._key for gate in gates} == read_speeds(kv.fs, kv.path).keys()
+
+
+def test_what_is_learned_while_another_saves_is_kept_too(place: Place) -> None:
+    with place.opened(deadline_s=60) as kv:
+        gate, goes_on, writes = place.chat(kv)._live.gate, threading.Event(), threading.Event()
+
+        def hold(operation: str, path: str) -> None:
+            if operation == "rename" and SPEEDS in path:
+                writes.set()
+                assert goes_on.wait(60)
+
+        place.fs.hook = hold
+        gate.note_forwards([Sample(0, 10, 0.1), Sample(0, 10, 0.1)])
+        savers = [threading.Thread(target=gate.save)]
+        savers[0].start()
+        assert writes.wait(60)
+        gate.note_forwards([Sample(0, 500, 0.5)])
+        savers.append(threading.Thread(target=gate.save))
+        savers[1].start()
+        goes_on.set()
+        for saver in savers:
+            saver.join(60)
+        kept = read_speeds(kv.fs, kv.path)[gate._key].prefill.samples
+        assert Sample(0, 500, 0.5) in kept and gate._writer is None
+
+
+def test_no_thread_to_write_with_is_no_failure_of_a_session(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with place.opened() as kv:
+        gate = place.chat(kv)._live.gate
+        gate.note_forwards([Sample(0, 10, 0.1)])
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            gate.save()
+        assert kv.stats().counters["speeds_errors"] == 1 and not (place.folder / SPEEDS).exists()
+        gate.save()
+        assert (place.folder / SPEEDS).exists(), "it is still new"
 
 
 # What is told

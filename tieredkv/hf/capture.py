@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ _UNKNOWN = -1
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 _hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_hooking = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,9 @@ class CapturingCache(Cache):  # type: ignore[misc]
         return any(not isinstance(layer, RecurrentLayer) for layer in self.holding_layers())
 
     def nbytes(self) -> int:
-        """Bytes this cache holds: the session's working buffer."""
-        kept = sum(
-            t.nbytes for at in self._states.values() for states in at.values() for t in states.values()
-        )
+        """Bytes this cache holds: the session's working buffer. Any thread may ask, also during a forward."""
+        boundaries = list(self._states.values())
+        kept = sum(t.nbytes for at in boundaries for states in at.values() for t in states.values())
         return int(kept + sum(layer.nbytes() for layer in self.holding_layers()))
 
     def want(self, boundaries: Iterable[int]) -> None:
@@ -555,10 +556,11 @@ class CapturingCache(Cache):  # type: ignore[misc]
 
 def watch(model: torch.nn.Module) -> None:
     """Register the forward pre-hook on `model`, once for its life."""
-    if model not in _hooked:
-        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-        model.register_forward_hook(_after_forward, with_kwargs=True)
-        _hooked.add(model)
+    with _hooking:  # told twice of every forward, a cache would count it twice
+        if model not in _hooked:
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+            model.register_forward_hook(_after_forward, with_kwargs=True)
+            _hooked.add(model)
 
 
 def _before_forward(

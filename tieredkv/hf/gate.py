@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +42,8 @@ _TRY_EVERY = 8
 """Of so many times that computing would win one loads all the same."""
 _WARM: set[Key] = set()
 """What this process has had a first forward of, in whatever store."""
+_WRITING: weakref.WeakKeyDictionary[TieredCache, threading.Lock] = weakref.WeakKeyDictionary()
+"""Held by whoever replaces the file of a store: the gates of several models have one file."""
 _FAILED = (str(Reason.CORRUPT), str(Reason.SUPERSEDED), str(Reason.UNWRITTEN))
 
 
@@ -94,6 +98,7 @@ class Gate:
         self._lock = threading.Lock()
         self._is_new = False
         self._writer: threading.Thread | None = None
+        self._write_until = 0.0  # monotonic; how long the writer is waited for
         self._speeds = self._read_in_time().get(self._key) or Speeds()
         self._speeds.prefill.is_warm = self._key in _WARM
 
@@ -203,16 +208,29 @@ class Gate:
 
     def save(self) -> None:
         """Keep what was learned since this was last done; a disk that hangs is waited for until the deadline."""
-        if self._writer is not None and self._writer.is_alive():
-            return
         try:
             self._kv.check_open()
         except TieredKVError:
             return
-        if self._is_new and self._kv.health().mode == "tiered":
-            self._writer = threading.Thread(target=self._write, name="tieredkv-speeds", daemon=True)
-            self._writer.start()
-            self._writer.join(self._kv.deadline_s)
+        if self._kv.health().mode != "tiered":
+            return
+        with self._lock:
+            is_writing = self._writer is not None and self._writer.is_alive()
+            if self._is_new and not is_writing:
+                self._start_writer()
+            writer, until = self._writer, self._write_until
+        if writer is not None:
+            writer.join(max(0.0, until - time.monotonic()))
+
+    def _start_writer(self) -> None:
+        """One at a time, and started before anybody else sees it (lock held)."""
+        writer = threading.Thread(target=self._write_news, name="tieredkv-speeds", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError as error:  # no more threads, or the interpreter goes down
+            self._failed(error)
+            return
+        self._writer, self._write_until = writer, time.monotonic() + self._kv.deadline_s
 
     def _read_in_time(self) -> dict[Key, Speeds]:
         """What is kept; nothing from a disk that hangs."""
@@ -223,6 +241,16 @@ class Gate:
         reader.start()
         reader.join(self._kv.deadline_s)
         return found[0] if found else {}
+
+    def _write_news(self) -> None:
+        """Write until nothing is new: who saves meanwhile waits for this, and goes away with it kept."""
+        while True:
+            with _WRITING.setdefault(self._kv, threading.Lock()):
+                self._write()
+            with self._lock:
+                if not self._is_new:
+                    self._writer = None
+                    return
 
     def _write(self) -> None:
         known = self._read()

@@ -99,8 +99,8 @@ class GrowingMixin:
         return buffer.room
 
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.room.nbytes for buffer in self._buffers().values())
+        """Bytes of all buffers; another thread may be running a forward meanwhile."""
+        return sum(buffer.room.nbytes for buffer in list(self._buffers().values()))
 
     def reset(self) -> None:
         """Drop all states."""
@@ -471,8 +471,8 @@ class PoolingMixin(RecurrentMixin):
             raise BadInput(f"cannot remove {num_removed(tokens_to_remove)} tokens: they are pooled already")
 
     def recurrent_tensors(self) -> list[torch.Tensor]:
-        dicts = [value for value in vars(self).values() if isinstance(value, dict)]
-        return [t for each in dicts for t in each.values() if isinstance(t, torch.Tensor)]
+        dicts = [value for value in list(vars(self).values()) if isinstance(value, dict)]
+        return [t for each in dicts for t in list(each.values()) if isinstance(t, torch.Tensor)]
 
     def make_writable(self) -> None:
         """Nothing is written in place."""
@@ -482,8 +482,10 @@ class PoolingMixin(RecurrentMixin):
         return int(self.keys.shape[0]) if self.keys is not None and self.keys.numel() else 0
 
     def nbytes(self) -> int:
-        keys = 0 if self.keys is None else int(self.keys.nbytes)
-        return keys + sum(state.nbytes for state in self.recurrent_tensors())
+        keys = self.keys
+        return (0 if keys is None else int(keys.nbytes)) + sum(
+            state.nbytes for state in self.recurrent_tensors()
+        )
 
 
 def pooling_layer(stock: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import TieredKVError
 from .capture import CapturingCache, Tokens
+from .exit import end_at_exit
 from .restore import Restored, restore
 
 log = logging.getLogger("tieredkv.hf")
@@ -34,6 +35,7 @@ class Prefetch:
         self._began = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="tieredkv-prefetch", daemon=True)
         self._thread.start()
+        end_at_exit(self)
 
     @property
     def done(self) -> bool:
@@ -63,6 +65,14 @@ class Prefetch:
         self._cancelled.set()
         if wait:
             self._thread.join()
+
+    def stop(self) -> None:
+        """As `cancel`."""
+        self.cancel()
+
+    def close(self) -> None:
+        """As `cancel`, waiting."""
+        self.cancel(wait=True)
 
     def take(self, own: CapturingCache | None) -> CapturingCache | None:
         """Whichever cache reaches further, waiting for this one."""

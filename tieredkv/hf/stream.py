@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+
+from ..errors import Forked
+from .exit import end_at_exit, has_exit_begun
 
 _REPLACEMENT = "\ufffd"
 _MOST_HELD = 8
@@ -35,6 +39,7 @@ class Generation(BaseStreamer):  # type: ignore[misc]
         self._ids: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._prompt_seen = False
         self._stop = _Stop()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(call,), name="tieredkv-generate", daemon=True)
         self._thread.start()
 
@@ -50,17 +55,29 @@ class Generation(BaseStreamer):  # type: ignore[misc]
     def end(self) -> None:
         """Called by `generate`; the end is told when the call has returned."""
 
+    @property
+    def is_here(self) -> bool:
+        """Not so in a forked child, where its thread is not."""
+        return os.getpid() == self._pid
+
     def next_ids(self) -> list[int] | None:
-        """The next ids, waiting for them; None at the end."""
+        """The next ids, waiting for them; None at the end.
+
+        Raises:
+            Forked: it runs in the parent of this process.
+        """
+        if not self.is_here:
+            raise Forked(f"this answer is generated in process {self._pid}")
         return self._ids.get()
 
     def stop(self) -> None:
         """Ask `generate` to end after the token it is at."""
         self._stop.asked.set()
 
-    def join(self) -> None:
-        """Wait for the call to end."""
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the call to end; False if it has not, within `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self, call: Callable[[BaseStreamer, StoppingCriteria], Any]) -> None:
         try:
@@ -109,10 +126,10 @@ class TextPieces:
 
 
 class Answer(Iterator[str]):
-    """The pieces of an answer. Reaching the end, `close`, or letting go of it ends the turn.
+    """The pieces of an answer. Reaching the end, `close`, letting go of it, or the end of the process ends the turn.
 
     Args:
-        on_end: called once, in the reader's thread, when `generate` has ended.
+        on_end: called once, when `generate` has ended, in the thread that reads or closes.
     """
 
     def __init__(
@@ -121,6 +138,8 @@ class Answer(Iterator[str]):
         self._generation = generation
         self._pieces = pieces
         self._on_end: Callable[[Generation], None] | None = on_end
+        self._ending = threading.Lock()
+        end_at_exit(self)
 
     def __next__(self) -> str:
         while self._on_end is not None:
@@ -134,9 +153,17 @@ class Answer(Iterator[str]):
                 return piece
         raise StopIteration
 
+    def stop(self) -> None:
+        """Stop generating, after the token that it is at."""
+        self._generation.stop()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is generated any more; False if it still is after `timeout_s`."""
+        return self._generation.join(timeout_s)
+
     def close(self) -> None:
         """Stop generating, keep what was generated, and end the turn. Harmless when it has ended."""
-        if self._on_end is not None:
+        if self._on_end is not None and self._generation.is_here:
             self._generation.stop()
             self._finish()
 
@@ -148,12 +175,18 @@ class Answer(Iterator[str]):
             self._generation.join()
 
     def __del__(self) -> None:
-        self.close()
+        if not has_exit_begun():
+            self.close()
 
     def _finish(self) -> None:
-        on_end, self._on_end = self._on_end, None
+        """The first to come ends the turn, the reader or the end of the process; who comes second waits for that."""
         self._generation.join()
-        if on_end is not None:
-            on_end(self._generation)
-        if self._generation.error is not None:
+        with self._ending:
+            on_end = self._on_end
+            try:
+                if on_end is not None:
+                    on_end(self._generation)
+            finally:
+                self._on_end = None
+        if on_end is not None and self._generation.error is not None:
             raise self._generation.error
