@@ -169,8 +169,9 @@ class Answer(Iterator[str]):
 
     def abandon(self) -> None:
         """Stop generating, and keep nothing: the turn stays without an answer. Harmless when it has ended."""
-        if self._on_end is not None:
-            self._on_end = None
+        with self._ending:
+            on_end, self._on_end = self._on_end, None
+        if on_end is not None and self._generation.is_here:
             self._generation.stop()
             self._generation.join()
 
