@@ -55,6 +55,10 @@ def test_a_figure_without_a_value_is_not_met() -> None:
     assert figures.unmeasured("x_s", "<= 1", "why").met is None
     assert figures.at_most("x_s", 1.0, 1.0).met
     assert not figures.at_most("x_s", 1.01, 1.0).met
+    assert figures.at_most("x_percent", 3.4, 3.0, spread=0.5).met
+    assert figures.at_most("x_percent", 3.6, 3.0, spread=0.5).met is False
+    assert figures.at_most("x_percent", 3.6, 3.0, spread=3.1).met is None
+    assert figures.at_most("x_percent", 2.9, 3.0, spread=3.1).met
     assert figures.at_least("x_ratio", 0.88, 0.9, spread=0.03).met
     assert figures.at_least("x_ratio", 0.86, 0.9, spread=0.03).met is False
     assert figures.at_least("x_ratio", 0.86, 0.9, spread=0.4).met is None

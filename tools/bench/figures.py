@@ -29,8 +29,18 @@ class Figure:
         return asdict(self)
 
 
-def at_most(name: str, value: float, limit: float, detail: str = "", **more: Any) -> Figure:
-    return Figure(name, round(value, 4), f"<= {limit:g}", value <= limit, detail, more)
+def at_most(
+    name: str, value: float, limit: float, detail: str = "", spread: float = 0.0, **more: Any
+) -> Figure:
+    """A number that is met at its limit and the spread, in the number's unit, of what it was measured beside.
+
+    Where that spread is more than the limit itself, a value above the limit says nothing: `met` is None.
+    """
+    more |= {"spread": round(spread, 4)} if spread else {}
+    met: bool | None = value <= limit + spread
+    if value > limit and spread > limit:
+        met, detail = None, f"{detail}; too noisy to judge"
+    return Figure(name, round(value, 4), f"<= {limit:g}", met, detail, more)
 
 
 def at_least(name: str, value: float, limit: float, spread: float, detail: str = "", **more: Any) -> Figure:
