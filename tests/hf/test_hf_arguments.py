@@ -71,7 +71,7 @@ def test_what_reads_the_prompt_is_given_all_of_it(
         assert got.ids.tolist() == session.tokens.tolist() == plain(model, ids, **options)
         explain = session.last_explain
         assert explain.reused_tokens == 0 and explain.reason == str(Reason.WANTED_WHOLE)
-        assert f"{name} needs the whole prompt" in str(explain)
+        assert f"an argument reads the whole prompt, {name}; " in str(explain)
         ids = np.concatenate([session.tokens, [30, 31]])
         got = session.generate(ids, do_sample=False, **NEW, **drafting)
         assert got.ids.tolist() == plain(model, ids, **NEW, **drafting)
