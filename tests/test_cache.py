@@ -21,6 +21,7 @@ from core_helpers import (
     assert_nothing_stranded,
     assert_right,
     directory_nbytes,
+    group_of,
     kv_of,
     load_checked,
     memory_only_disk,
@@ -32,9 +33,18 @@ from core_helpers import (
 )
 
 import tieredkv
-from tieredkv import Reason, Span
+from tieredkv import BlockLayout, Identity, Reason, Span
 from tieredkv.cache import open_cache
-from tieredkv.errors import BadConfig, BadInput, Closed, NewerFormat, NotAStore, PathUnusable, StoreHeld
+from tieredkv.errors import (
+    BadConfig,
+    BadInput,
+    Closed,
+    NewerFormat,
+    NotAStore,
+    PathUnusable,
+    SessionError,
+    StoreHeld,
+)
 
 pytestmark = pytest.mark.usefixtures("tmp_path")
 
@@ -430,6 +440,94 @@ def test_a_smaller_budget_is_met_at_open(tmp_path: Path) -> None:
 
 
 # ---- closing -------------------------------------------------------------------------------------
+
+
+def test_a_change_of_directory_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means one directory, also after `chdir` to a place where that name is another store."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with opened(tmp_path / "b" / "store") as kv:
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60) and kv.flush(60).ok
+    before = {p: p.read_bytes() for p in (tmp_path / "b").rglob("*") if p.is_file()}
+    monkeypatch.chdir(tmp_path / "a")
+    with opened("store") as kv:
+        monkeypatch.chdir(tmp_path / "b")
+        space = kv.namespace(IDENTITY, MIXED)
+        assert store(space, prompt(0)).wait(60) and kv.flush(60).ok and kv.checkpoint(60)
+        memory_only_disk(kv)
+        assert load_checked(space, prompt(0))[0]
+    assert {p: p.read_bytes() for p in (tmp_path / "b").rglob("*") if p.is_file()} == before
+    with opened(tmp_path / "a" / "store") as kv:
+        assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0]
+
+
+def test_only_a_living_namespace_of_this_cache_is_taken(tmp_path: Path) -> None:
+    """Numbers of namespaces are those of another cache too, and are given out again after a purge."""
+    other = Identity(weights="cd" * 32)
+    with opened(tmp_path / "a") as kv, opened(tmp_path / "b") as elsewhere:
+        foreign, purged = elsewhere.namespace(other, MIXED), kv.namespace(other, MIXED)
+        kv.purge(purged)
+        space = kv.namespace(IDENTITY, MIXED)
+        assert space.row.number == foreign.row.number == purged.row.number
+        store(space, prompt(0))
+        for wrong in (foreign, purged, None, "space"):
+            for call in (
+                lambda w=wrong: kv.purge(w),
+                lambda w=wrong: kv.session("s", w),
+                lambda w=wrong: kv.import_session(tmp_path / "none", w),
+            ):
+                with pytest.raises(BadInput, match="no namespace of this cache"):
+                    call()
+        assert load_checked(space, prompt(0))[0] and kv.sessions() == ()
+        assert elsewhere.namespace(other, MIXED) is foreign
+
+
+def test_a_purge_that_is_refused_leaves_the_namespace(tmp_path: Path) -> None:
+    with opened(tmp_path, deadline_s=0.2) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        store(space, prompt(0))
+        with space.load(prompt(0)) as prefix:
+            assert prefix.num_tokens
+            with pytest.raises(SessionError, match="in use"):
+                kv.purge(space)
+            assert kv.namespace(IDENTITY, MIXED) is space and space.lookup(prompt(0)).num_tokens
+        session = kv.session("s", space)
+        kv.purge(space)
+        with pytest.raises(Closed, match="purged"):
+            session.commit(prompt(0), [])
+
+
+def test_a_store_that_fails_half_way_gives_its_slots_back(tmp_path: Path) -> None:
+    with opened(tmp_path, host_nbytes="0", disk_nbytes="0") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for number in range(20):
+            tensors = kv_of(space, prompt(number))
+            tensors[1] = [tensor.to("meta") for tensor in tensors[1]]  # the slots are taken, and half of each is full
+            with pytest.raises((BadInput, NotImplementedError)):
+                space.store(prompt(number), tensors)
+        (device,) = kv.stats().tiers
+        assert device.live_nbytes == 0
+        assert not store(space, prompt(0)).num_refused
+        kv.check()
+
+
+def test_a_tier_too_small_leaves_a_cache_that_says_so_again(tmp_path: Path) -> None:
+    with opened(tmp_path, host_nbytes=100) as kv:
+        for _ in range(3):
+            with pytest.raises(BadConfig, match="host_nbytes=100"):
+                kv.namespace(IDENTITY, MIXED)
+        assert kv.flush(60).ok
+
+
+def test_larger_parts_than_the_first_namespace_has_are_refused_by_the_right_name(tmp_path: Path) -> None:
+    budgets = {"device_nbytes": "4MiB", "host_nbytes": "0", "disk_nbytes": "0"}
+    large = BlockLayout(SIZE, (group_of("full", [0], width=2560),))
+    with opened(tmp_path, **budgets) as kv:
+        kv.namespace(IDENTITY, MIXED)
+        with pytest.raises(BadConfig, match="since its first namespace"):
+            kv.namespace(IDENTITY, large)
+    with opened(tmp_path, **budgets) as kv:
+        assert kv.namespace(IDENTITY, large) and kv.namespace(IDENTITY, MIXED)
 
 
 def test_closing_gives_everything_back(tmp_path: Path) -> None:

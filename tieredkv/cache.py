@@ -21,7 +21,7 @@ from .block.identity import Identity, differences
 from .block.layout import BlockLayout
 from .config import Config
 from .disk import Disk, open_disk
-from .errors import BadConfig, Closed, Forked, SessionError, StoreUnusable
+from .errors import BadConfig, BadInput, Closed, Forked, SessionError, StoreUnusable
 from .machine import Sizes, resolve
 from .mover import Mover
 from .namespace import Core, Namespace
@@ -62,7 +62,7 @@ def open_cache(
     """Open the store in a directory, recovering whatever is there; a missing directory becomes a new store.
 
     Args:
-        path: the store's directory; `~` is expanded.
+        path: the store's directory; `~` is expanded, and a relative one is taken from where the process is now.
         config: budgets and choices; the defaults if None.
         fs, clock: doors to files and time, for tests.
 
@@ -71,9 +71,8 @@ def open_cache(
             on disk was changed. `on_unusable="memory"` runs without the disk tier instead.
         BadConfig: a budget or device that cannot work.
     """
-    return TieredCache(
-        os.path.expanduser(os.fspath(path)), config or Config(), fs or OsFs(), clock or SystemClock()
-    )
+    where = os.path.abspath(os.path.expanduser(os.fspath(path)))  # the process may change its directory
+    return TieredCache(where, config or Config(), fs or OsFs(), clock or SystemClock())
 
 
 def _holds(arena: Arena, strides: Counter[int]) -> bool:
@@ -231,13 +230,7 @@ class TieredCache:
     def _make_tiers(self, layout: BlockLayout) -> None:
         """The memory tiers, at the first namespace: only then is the size of a part known."""
         if not self._memories:
-            largest = max(layout.part_nbytes)
-            self._memories[Tier.DEVICE] = self._memory(
-                "device", self._sizes.device_nbytes, largest, self.device
-            )
-            if self._sizes.host_nbytes:
-                host = self._memory("host", self._sizes.host_nbytes, largest, None)
-                self._memories[Tier.HOST] = host
+            self._memories.update(self._make_memories(max(layout.part_nbytes)))
             for tier, memory in self._memories.items():
                 self._residents[tier] = self._memory_resident(tier, memory)
             self._residents = dict(sorted(self._residents.items()))
@@ -245,12 +238,30 @@ class TieredCache:
         for tier, resident in self._residents.items():
             header = SLOT_HEADER_NBYTES if tier is Tier.DISK else 0
             strides = Counter(n + header for n in layout.part_nbytes)
+            if max(strides) > resident.arena.chunk_nbytes:
+                raise BadConfig(
+                    f"a part of this model, {format_nbytes(max(strides))}, does not fit the"
+                    f" {format_nbytes(resident.arena.chunk_nbytes)} in which the {tier.name.lower()} tier takes"
+                    " memory since its first namespace: ask for this model's first, or raise"
+                    f" {tier.name.lower()}_nbytes"
+                )
             if not _holds(resident.arena, strides):
                 raise BadConfig(
                     f"{tier.name.lower()}_nbytes gives {format_nbytes(resident.arena.budget_nbytes)} to blocks, too"
                     f" little for one of this model, {format_nbytes(sum(strides.elements()))} in whole chunks of"
                     f" {format_nbytes(resident.arena.chunk_nbytes)} for each part size: raise the budget"
                 )
+
+    def _make_memories(self, largest: int) -> dict[Tier, TensorTier]:
+        """All or none of them, for parts up to `largest` bytes."""
+        memories = {Tier.DEVICE: self._memory("device", self._sizes.device_nbytes, largest, self.device)}
+        try:
+            if self._sizes.host_nbytes:
+                memories[Tier.HOST] = self._memory("host", self._sizes.host_nbytes, largest, None)
+        except BaseException:
+            memories[Tier.DEVICE].close()
+            raise
+        return memories
 
     def _memory(self, name: str, nbytes: int, largest: int, device: torch.device | None) -> TensorTier:
         if nbytes < largest:
@@ -360,9 +371,11 @@ class TieredCache:
         takes the name over.
 
         Raises:
+            BadInput: not a namespace of this cache, or one that was purged; no name.
             SessionError: it is open already in this process; or it should begin `like` another, and exists.
         """
         self.check_open()
+        self._check_ours(space)
         return self._sessions.open(name, space, like)
 
     def import_session(
@@ -375,6 +388,7 @@ class TieredCache:
             SessionError: a session of that name exists.
         """
         self.check_open()
+        self._check_ours(space)
         return self._sessions.import_(read_session(path, space), space, name)
 
     def is_session_open(self, name: str) -> bool:
@@ -396,15 +410,28 @@ class TieredCache:
         The namespace object is of no use afterwards; ask `namespace` for it again.
 
         Raises:
+            BadInput: not a namespace of this cache, or one that was purged.
             SessionError: parts of it are in use, and nothing is removed; or the removal is logged but could not
                 be finished: the next open finishes it.
         """
         self.check_open()
         with self._making:
             with self._lock:
-                self._spaces.pop(space.digest, None)
+                self._check_ours(space)
+                del self._spaces[space.digest]
                 space.retire()
-            self._remover().purge(space.row.number)
+            try:
+                self._remover().purge(space.row.number)
+            finally:
+                with self._lock:
+                    if space.row.number in self._state.catalog.namespaces:
+                        self._spaces[space.digest] = space
+                        space.revive()
+
+    def _check_ours(self, space: object) -> None:
+        """Namespaces of other caches have the same numbers, and a number is given out again after a purge."""
+        if not isinstance(space, Namespace) or self._spaces.get(space.digest) is not space:
+            raise BadInput(f"{type(space).__name__} is no namespace of this cache, or one that was purged")
 
     def _remove_sessions(self, names: Iterable[str]) -> None:
         self.check_open()

@@ -125,19 +125,25 @@ class Mover:
         taken, memory = len(blocks), self._memories[Tier.DEVICE]
         memory.stream.after_current()
         placed: list[tuple[int, npt.NDArray[np.int64], Slots]] = []
-        for group, part_nbytes in enumerate(layout.part_nbytes):
-            wanted = blocks[missing[group, blocks]]
-            if not len(wanted):
-                continue
-            slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(wanted), until, rows[wanted])
-            if len(slots) < len(wanted):
-                taken = min(taken, int(np.searchsorted(blocks, wanted[len(slots)])))
-                wanted = wanted[: len(slots)]
-            for at, count in _runs(memory, part_nbytes, slots, wanted):
-                self._fill(
-                    layout, group, int(wanted[at]), memory.parts(part_nbytes, int(slots[at]), count), kv
-                )
-            placed.append((group, wanted, slots))
+        try:
+            for group, part_nbytes in enumerate(layout.part_nbytes):
+                wanted = blocks[missing[group, blocks]]
+                if not len(wanted):
+                    continue
+                slots = self._room.reserve(Tier.DEVICE, part_nbytes, len(wanted), until, rows[wanted])
+                if len(slots) < len(wanted):
+                    taken = min(taken, int(np.searchsorted(blocks, wanted[len(slots)])))
+                    wanted = wanted[: len(slots)]
+                placed.append((group, wanted, slots))
+                for at, count in _runs(memory, part_nbytes, slots, wanted):
+                    parts = memory.parts(part_nbytes, int(slots[at]), count)
+                    self._fill(layout, group, int(wanted[at]), parts, kv)
+        except BaseException:  # an interrupt, no memory, tensors without data: what was reserved goes back
+            await_copies(memory, self._deadline_s, self._counters)
+            with self._lock:
+                for group, _, slots in placed:
+                    self._residents[Tier.DEVICE].free(layout.part_nbytes[group], slots)
+            raise
         memory.stream.before_current(memory.stream.ticket())
         await_copies(memory, self._deadline_s, self._counters)
         with self._lock:

@@ -76,7 +76,12 @@ class Namespace:
         """It is being purged: every later call is refused (lock held)."""
         self._purged = True
 
-    def _check_open(self) -> None:
+    def revive(self) -> None:
+        """Its purge was refused, and nothing of it was removed (lock held)."""
+        self._purged = False
+
+    def check_open(self) -> None:
+        """Raises Closed: its cache is closed, or it was purged."""
         self._core.check_open()
         if self._purged:
             raise Closed("this namespace was purged; ask the cache for it again")
@@ -89,7 +94,7 @@ class Namespace:
         Args:
             tokens: 1-D integers; one of them is always left to compute.
         """
-        self._check_open()
+        self.check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
         with self._core.lock:
@@ -168,7 +173,7 @@ class Namespace:
             timeout_s: the longest to wait for the disk; the configured deadline if None.
         """
         core = self._core
-        self._check_open()
+        self.check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
         until = time.monotonic() + (core.deadline_s if timeout_s is None else timeout_s)
@@ -176,7 +181,7 @@ class Namespace:
         while True:
             absent = frozenset((f.row, f.group) for f in failures)
             with core.lock:
-                self._check_open()
+                self.check_open()
                 found = self._find(ids, digests, absent)
                 lookup = self._describe(found)
                 rows = found.rows[: found.boundary]
@@ -261,14 +266,14 @@ class Namespace:
             BadInput: an anchor that is no boundary, or tensors that are not as the layout says.
         """
         core = self._core
-        self._check_open()
+        self.check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
         spans = spans_by_group(self.layout, kv, len(ids))
         boundaries = self._boundaries(anchors, len(digests))
         covered = self._covered(spans, len(digests))
         with core.lock:
-            self._check_open()
+            self.check_open()
             rows = core.table.register(self.row.number, digests)
             rows = rows[: int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)]
             core.table.uses[rows] += 1

@@ -207,6 +207,7 @@ class Session:
 
     def _change(self, **changes: Any) -> None:
         self._check_open()
+        self.space.check_open()
         self._row = self._owner.put(session_with(self._row, **changes), like=self.name)
 
     def _check_open(self) -> None:
