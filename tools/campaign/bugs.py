@@ -35,6 +35,7 @@ from tieredkv.table.journal import Journal
 from tieredkv.testing.sim_fs import SimFile, SimFs
 from tieredkv.tier.base import Verdict
 from tieredkv.tier.slab import SlabStore
+from tieredkv.tier.slab_piece import Piece
 from tieredkv.tier.workers import Batch
 from tieredkv.wal.format import (
     FRAME_HEADER_NBYTES,
@@ -376,12 +377,12 @@ def _bug_30(patch: Patch) -> None:
 
 @bug("a read error raises out of load")
 def _bug_31(patch: Patch) -> None:
-    read = SlabStore._read_piece
+    read = Piece.read
 
-    def raising(self: Any, part_nbytes: int, piece: Any, expected: Any, into: Any) -> Any:
-        verdicts = read(self, part_nbytes, piece, expected, into)
+    def raising(self: Any, expected: Any, into: Any) -> Any:
+        verdicts = read(self, expected, into)
         if Verdict.UNREADABLE in verdicts:
             raise OSError("unreadable")
         return verdicts
 
-    patch.set(SlabStore, "_read_piece", raising)
+    patch.set(Piece, "read", raising)
