@@ -191,10 +191,14 @@ def run_follow(out: Output, path: str) -> int:
 
 
 def run_crashes(out: Output, path: str, where: str) -> int:
-    if where not in (EVERY_BYTE, EVERY_RECORD) and not where.isdigit():
-        raise BadInput(f"--crash-at {where}: say {EVERY_RECORD}, {EVERY_BYTE} or an LSN")
+    place: str | int = where
+    if where not in (EVERY_BYTE, EVERY_RECORD):
+        try:
+            place = int(where)
+        except ValueError:
+            raise BadInput(f"--crash-at {where}: say {EVERY_RECORD}, {EVERY_BYTE} or an LSN") from None
     with view.bar("crashing a copy") as progress:
-        report = crash_at(path, int(where) if where.isdigit() else where, progress)
+        report = crash_at(path, place, progress)
     return out.give(report, lambda console: view.show_crashes(console, report), report.exit_code)
 
 

@@ -82,6 +82,12 @@ def test_a_state_before_the_previous_checkpoint_is_refused_by_its_lsn(path: Path
     assert run(path, "--at", earliest)[0] == 0
 
 
+@pytest.mark.parametrize("where", ["²", "9" * 5000, "some"])
+def test_a_crash_at_no_number_is_refused(path: Path, where: str) -> None:
+    code, found, _ = run(path, "--crash-at", where)
+    assert code == 2 and "say every-record, every-byte or an LSN" in found["error"]
+
+
 def test_exit_codes(path: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "nowhere")[0] == 3
     other = tmp_path / "other"
