@@ -1,4 +1,4 @@
-"""The commands. Errors of ours are one line; others are bugs and show a trace."""
+"""The commands. Errors of ours and of the disk are one line; others are bugs and show a trace."""
 
 from __future__ import annotations
 
@@ -123,6 +123,9 @@ def run() -> None:
     """The command line. Exit codes: 0 clean, 1 loss or an unmet figure, 2 damage or an error, 3 no store."""
     try:
         app()
-    except TieredKVError as error:
+    except (TieredKVError, OSError) as error:
+        code = 3 if isinstance(error, NotAStore) else 2
         print(f"tieredkv: {error}", file=sys.stderr)
-        raise SystemExit(3 if isinstance(error, NotAStore) else 2) from None
+        if "--json" in sys.argv[1:]:
+            print(json.dumps({"error": str(error), "exit_code": code}))
+        raise SystemExit(code) from None
