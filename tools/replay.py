@@ -33,9 +33,9 @@ from rich.console import Console
 
 from tieredkv.audit.crash import EVERY_BYTE, EVERY_RECORD, crash_at
 from tieredkv.audit.follow import Follower
-from tieredkv.audit.history import difference, life_of_block, life_of_session, records, state_at
+from tieredkv.audit.history import difference, life_of_block, life_of_session, records_of, state_at
 from tieredkv.audit.repair import truncate
-from tieredkv.audit.report import fsck
+from tieredkv.audit.report import Condition, fsck, read
 from tieredkv.audit.rescue import rescue
 from tieredkv.audit.timeline import timeline
 from tieredkv.errors import BadInput, NotAStore, TieredKVError
@@ -54,11 +54,19 @@ class Output:
     def give(self, found: Any, show: Callable[[Console], None], exit_code: int = 0) -> int:
         """`found` as JSON, or by `show`; returns the exit code."""
         if self.as_json:
-            values = found if isinstance(found, dict) else asdict(found)
-            self.line({**values, "exit_code": exit_code})
+            values = dict(found) if isinstance(found, dict) else asdict(found)
+            condition = values.pop("condition", {})
+            self.line({**values, **condition, "exit_code": exit_code})
         else:
             show(self.console)
         return exit_code
+
+    def give_of(self, condition: Condition, found: Any, show: Callable[[Console], None]) -> int:
+        """As `give`, of a store in that condition: what is wrong with it is said too, and is the exit code."""
+        code = self.give(found, show, condition.exit_code)
+        if code:
+            print(f"replay: {condition}", file=sys.stderr)
+        return code
 
     def line(self, values: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(values) + "\n")
@@ -143,25 +151,29 @@ def show_at(out: Output, path: str, lsn: int | None) -> int:
         "last_lsn": moment.last_lsn, "budgets": asdict(moment.budgets), "num_blocks": len(moment.state.table),
         "num_parts": len(parts), "sessions": [asdict(s) for s in moment.sessions()],
         "parts": [asdict(part) for part in parts], "tiers": None if tiers is None else asdict(tiers),
+        "condition": asdict(moment.condition),
     }  # fmt: skip
-    return out.give(values, lambda console: view.show_moment(console, moment, parts, tiers))
+    return out.give_of(
+        moment.condition, values, lambda console: view.show_moment(console, moment, parts, tiers)
+    )
 
 
 def show_diff(out: Output, path: str, lsns: tuple[int, int] | None) -> int:
     assert lsns is not None, "chosen without its LSNs"
     found = difference(path, *lsns)
-    return out.give(found, lambda console: view.show_difference(console, found))
+    return out.give_of(found.condition, found, lambda console: view.show_difference(console, found))
 
 
 def show_why(out: Output, path: str, digest: str) -> int:
     life = life_of_block(path, digest)
     moves = list(trace.moves_of(path, life.subject))
-    return out.give({**asdict(life), "moves": moves}, lambda console: view.show_life(console, life, moves))
+    values = {**asdict(life), "moves": moves}
+    return out.give_of(life.condition, values, lambda console: view.show_life(console, life, moves))
 
 
 def show_session(out: Output, path: str, name: str) -> int:
     life = life_of_session(path, name)
-    return out.give(life, lambda console: view.show_life(console, life, []))
+    return out.give_of(life.condition, life, lambda console: view.show_life(console, life, []))
 
 
 def run_follow(out: Output, path: str) -> int:
@@ -191,10 +203,14 @@ def run_follow(out: Output, path: str) -> int:
 
 
 def run_crashes(out: Output, path: str, where: str) -> int:
-    if where not in (EVERY_BYTE, EVERY_RECORD) and not where.isdigit():
-        raise BadInput(f"--crash-at {where}: say {EVERY_RECORD}, {EVERY_BYTE} or an LSN")
+    place: str | int = where
+    if where not in (EVERY_BYTE, EVERY_RECORD):
+        try:
+            place = int(where)
+        except ValueError:
+            raise BadInput(f"--crash-at {where}: say {EVERY_RECORD}, {EVERY_BYTE} or an LSN") from None
     with view.bar("crashing a copy") as progress:
-        report = crash_at(path, int(where) if where.isdigit() else where, progress)
+        report = crash_at(path, place, progress)
     return out.give(report, lambda console: view.show_crashes(console, report), report.exit_code)
 
 
@@ -224,15 +240,15 @@ def run_truncate(out: Output, path: str) -> int:
 def run_export(out: Output, path: str, form: str, of_trace: bool) -> int:
     if form != "jsonl":
         raise BadInput(f"--export {form}: jsonl is the form there is")
-    lines: Iterator[dict[str, Any]] = trace.accesses(path) if of_trace else records(path)
+    reading = read(path)
+    lines: Iterator[dict[str, Any]] = trace.accesses(path) if of_trace else records_of(reading)
     count = 0
     for line in lines:
         sys.stdout.write(json.dumps(line) + "\n")
         count += 1
-    if out.as_json:
-        out.line({"num_lines": count, "exit_code": 0})
     sys.stdout.flush()
-    return 0
+    values = {"num_lines": count, "condition": asdict(reading.condition)}
+    return out.give_of(reading.condition, values, lambda _console: None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from core_helpers import IDENTITY, MIXED, opened, prompt, store
 
-from tieredkv.audit.crash import EVERY_BYTE, crash_at, fingerprint
+from tieredkv.audit.crash import EVERY_BYTE, EVERY_RECORD, crash_at, fingerprint
 from tieredkv.audit.history import difference, life_of_block, records, state_at
 from tieredkv.audit.repair import truncate
 from tieredkv.audit.timeline import timeline
@@ -117,3 +117,13 @@ def test_a_crash_at_every_byte_recovers_the_whole_frames(tmp_path: Path) -> None
     assert report.num_crashes > 300
     assert {line.log_end for line in report.survivors} == {"clean", "torn or damaged"}
     assert all(line.last_lsn <= line.written_lsn for line in report.survivors)
+
+
+def test_a_crash_without_the_newest_checkpoint_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(0, 69)).wait(60)
+        assert kv.checkpoint()
+    max(tmp_path.glob("table-*.lmdb")).unlink()
+    for where in (20, EVERY_RECORD, EVERY_BYTE):
+        with pytest.raises(BadInput, match="is not whole"):
+            crash_at(tmp_path, where)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from core_helpers import IDENTITY, MIXED, opened, prompt, store
+
 WITHOUT = """
 import sys
 class Without:
@@ -74,4 +77,21 @@ def test_a_folder_of_other_things_is_no_store(tmp_path: Path, command: str) -> N
     assert done.returncode == 3, done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
-    assert not done.stdout or json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.stderr == f"tieredkv: {found['error']}\n" and found["exit_code"] == 3
+
+
+def test_a_repair_that_cannot_write_is_one_line(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
+    newest = max(tmp_path.glob("table-*.lmdb"))
+    newest.unlink()
+    newest.mkdir()
+    done = run("fsck", str(tmp_path), "--repair", "--json")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "Is a directory" in line and str(newest) in line
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "error": line.removeprefix("tieredkv: "),
+        "exit_code": 2,
+    }

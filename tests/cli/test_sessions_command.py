@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,27 @@ def test_a_resume_that_lacks_its_anchor_says_so(tmp_path: Path) -> None:
     found = explain_session(tmp_path, "a")
     assert (found.num_restorable, found.num_full, found.reason) == (0, 6 * SIZE, "no anchor here")
     assert found.anchors == {6 * SIZE: False}
+
+
+def test_a_damaged_store_is_said_and_is_the_exit_code(folder: Path) -> None:
+    for file in folder.glob("table-*.lmdb"):
+        file.unlink()
+    segment = min((folder / "wal").iterdir())
+    with open(segment, "r+b") as file:
+        file.seek(4096 + 20)
+        file.write(b"\xff" * 8)
+    for arguments in (["sessions", str(folder)], ["stat", str(folder)], ["fsck", str(folder)]):
+        done = CliRunner().invoke(app, [*arguments, "--json"])
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert done.exit_code == found["exit_code"] == 2 and found["damage"], arguments
+    done = CliRunner().invoke(app, ["sessions", str(folder)])
+    assert done.exit_code == 2 and "the store is damaged" in done.stderr and done.stderr.count("\n") == 1
+    with pytest.raises(BadInput, match="no session 'one'; there are: none; the store is damaged"):
+        explain_session(folder, "one")
+
+
+def test_what_is_left_of_a_store_without_slabs_is_damage(folder: Path) -> None:
+    shutil.rmtree(folder / "slabs")
+    done = CliRunner().invoke(app, ["explain", str(folder), "one", "--json"])
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.exit_code == found["exit_code"] == 2 and "slabs is missing" in found["damage"][0]

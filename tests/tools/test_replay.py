@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,12 @@ def test_a_state_before_the_previous_checkpoint_is_refused_by_its_lsn(path: Path
     assert run(path, "--at", earliest)[0] == 0
 
 
+@pytest.mark.parametrize("where", ["²", "9" * 5000, "some"])
+def test_a_crash_at_no_number_is_refused(path: Path, where: str) -> None:
+    code, found, _ = run(path, "--crash-at", where)
+    assert code == 2 and "say every-record, every-byte or an LSN" in found["error"]
+
+
 def test_exit_codes(path: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "nowhere")[0] == 3
     other = tmp_path / "other"
@@ -92,6 +99,29 @@ def test_exit_codes(path: Path, tmp_path: Path) -> None:
         store(kv.namespace(IDENTITY, MIXED), prompt(1, 85)).wait(60)
         assert run(tmp_path / "held", "--truncate")[0] == 2
         assert kv.flush(60).ok
+
+
+@pytest.mark.parametrize("arguments", [[], ["--export", "jsonl"], ["--export", "jsonl", "--trace"]])
+def test_what_holds_no_store_is_none_for_every_view(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "file").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    for name in ("nowhere", "empty", "file", "."):
+        code, found, _ = run(tmp_path / name, *arguments)
+        assert (code, found["exit_code"]) == (3, 3), name
+
+
+def test_damage_is_the_exit_code_of_every_view(path: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(path, damaged)
+    digest = run(path, "--at", run(path)[1]["last_lsn"])[1]["parts"][0]["digest"]
+    shutil.rmtree(damaged / "slabs")
+    last = run(path)[1]["last_lsn"]
+    for arguments in (
+        [], ["--export", "jsonl"], ["--why", digest], ["--session", "alice/42"], ["--at", last],
+        ["--diff", last - 1, last],
+    ):  # fmt: skip
+        code, found, _ = run(damaged, *arguments)
+        assert (code, found["exit_code"]) == (2, 2) and found["damage"], arguments
 
 
 def test_a_life_says_where_its_knowledge_begins(path: Path) -> None:

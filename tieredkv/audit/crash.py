@@ -162,6 +162,10 @@ def _rebuildable(reading: Reading) -> list[SegmentHeader]:
         at -= 1
         if line[at].checkpoint.lsn > line[at].previous.lsn:
             break  # an opening mended damage: its checkpoint holds what no replay gives
+    if at == len(line):
+        raise BadInput(
+            "the checkpoint that the newest segment names is not whole: nothing to crash but what --verify shows"
+        )
     return line[at:]
 
 

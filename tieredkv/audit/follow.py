@@ -11,13 +11,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import CorruptFormat, NotAStore
+from ..errors import CorruptFormat
 from ..system import Fs, OsFs
-from ..table.recovery import WAL, survey
+from ..table.recovery import WAL
 from ..wal.format import LogPosition, SegmentHeader
 from ..wal.reader import SegmentReader, refuse_newer, scan_segments
 from ..wal.records import join_runs
 from .kept_log import describe
+from .report import survey_store
 
 
 class Follower:
@@ -32,13 +33,12 @@ class Follower:
         """Begins at the oldest kept segment.
 
         Raises:
-            NotAStore, NewerFormat, PathUnusable: as `recovery.survey`.
+            NotAStore, NewerFormat, PathUnusable: as `audit.read`.
         """
         self._fs = fs or OsFs()
         self.path = os.path.expanduser(os.fspath(path))
         self._dir = f"{self.path}/{WAL}"
-        if survey(self._fs, self.path).is_new:
-            raise NotAStore(f"{self.path} holds no store")
+        survey_store(self._fs, self.path)
         self._reader: SegmentReader | None = None
         self._open_number = 0
         self.last_lsn = 0

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..errors import BadInput, CorruptFormat
 from ..outcomes import Tier
-from ..system import Fs, OsFs
+from ..system import Fs
 from ..table.catalog import SessionRow
 from ..table.checkpoint import read_checkpoint
 from ..table.recovery import WAL
@@ -27,7 +27,7 @@ from ..wal.format import CheckpointRef
 from ..wal.reader import LogRead
 from ..wal.records import DROP, PUT, REMOVAL, SESSION, SESSION_END, Run
 from .kept_log import KeptLog, describe
-from .report import Reading, read
+from .report import Condition, Reading, read
 
 _PREFIX = re.compile("[0-9a-f]{8,64}")
 
@@ -85,6 +85,7 @@ class Moment:
     last_lsn: int
     state: State
     budgets: Budgets
+    condition: Condition
 
     def parts(self) -> Iterator[PartAt]:
         table = self.state.table
@@ -124,7 +125,9 @@ def state_at(path: str | os.PathLike[str], lsn: int | None = None, fs: Fs | None
         raise BadInput(f"LSN {lsn} is behind the end of the log: the last is LSN {last}")
     base = next(ref for ref in bases if ref.lsn <= lsn)
     state = _replay_to(reading, base, lsn)
-    return Moment(lsn, base.lsn, earliest, last, state, _budgets(reading, state, base, lsn))
+    return Moment(
+        lsn, base.lsn, earliest, last, state, _budgets(reading, state, base, lsn), reading.condition
+    )
 
 
 def _whole_checkpoints(reading: Reading) -> list[CheckpointRef]:
@@ -197,6 +200,7 @@ class Difference:
     sessions_gone: tuple[SessionAt, ...]
     sessions_changed: tuple[tuple[SessionAt, SessionAt], ...]
     parts_nbytes: tuple[int, int]
+    condition: Condition
 
 
 def difference(path: str | os.PathLike[str], a: int, b: int, fs: Fs | None = None) -> Difference:
@@ -218,6 +222,7 @@ def difference(path: str | os.PathLike[str], a: int, b: int, fs: Fs | None = Non
             if name in talks and rows[name].encode() != rows_later[name].encode()
         ),
         parts_nbytes=(one.budgets.parts_nbytes, other.budgets.parts_nbytes),
+        condition=other.condition,
     )  # fmt: skip
 
 
@@ -235,6 +240,7 @@ class Life:
         before: what the records show was there before the first kept one.
         now: what recovery would rebuild of it.
         gaps: `(first, last)` LSNs that damage took.
+        condition: what is wrong with the store: damage may have taken records that would be told here.
     """
 
     subject: str
@@ -244,6 +250,7 @@ class Life:
     before: str
     now: tuple[dict[str, Any], ...]
     gaps: tuple[tuple[int, int], ...]
+    condition: Condition
 
 
 def life_of_block(path: str | os.PathLike[str], prefix: str, fs: Fs | None = None) -> Life:
@@ -285,7 +292,7 @@ def life_of_block(path: str | os.PathLike[str], prefix: str, fs: Fs | None = Non
     subject = digests.pop() if digests else prefix
     return Life(
         subject, kept.first_lsn, reading.log.last_lsn, tuple(events), _before_block(kept, events, now), tuple(now),
-        tuple(kept.gaps),
+        tuple(kept.gaps), reading.condition,
     )  # fmt: skip
 
 
@@ -352,7 +359,7 @@ def life_of_session(path: str | os.PathLike[str], name: str, fs: Fs | None = Non
     now = () if row is None else (vars(SessionAt.of(row)),)
     return Life(
         name, kept.first_lsn, reading.log.last_lsn, tuple(events), _before_session(kept, events, now), now,
-        tuple(kept.gaps),
+        tuple(kept.gaps), reading.condition,
     )  # fmt: skip
 
 
@@ -382,7 +389,11 @@ def records(path: str | os.PathLike[str], fs: Fs | None = None) -> Iterator[dict
     Raises:
         NotAStore, NewerFormat, PathUnusable: as `audit.read`.
     """
-    reading = read(path, fs or OsFs())
+    yield from records_of(read(path, fs))
+
+
+def records_of(reading: Reading) -> Iterator[dict[str, Any]]:
+    """As `records`, of a store that is read already."""
     kept = KeptLog(reading.fs, reading.path, reading.found, reading.log.after_lsn)
     for first_lsn, run in kept.runs():
         for index, record in enumerate(run.records):

@@ -80,6 +80,7 @@ class StoreStat:
     last_open_number: int
     num_to_replay: int
     damage: tuple[str, ...]
+    exit_code: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,24 @@ class FsckReport:
     exit_code: int = 0
 
 
+@dataclass(frozen=True)
+class Condition:
+    """What is wrong with a store, as far as its table and log tell; no payload is read for it.
+
+    `exit_code`: 0 clean, 1 loss that recovery mends, 2 damage.
+    """
+
+    log_end: str
+    damage: tuple[str, ...]
+    exit_code: int
+
+    def __str__(self) -> str:
+        """One line, empty for a clean store."""
+        if self.damage:
+            return "the store is damaged: " + "; ".join(self.damage)
+        return f"something was lost: the log ends {self.log_end}" if self.exit_code else ""
+
+
 @dataclass
 class Reading:
     """A store's durable state as recovery would rebuild it, read without changing anything."""
@@ -121,6 +140,11 @@ class Reading:
     damage: list[str] = field(default_factory=list)
     num_salvaged: int = 0
 
+    @property
+    def condition(self) -> Condition:
+        code = 2 if self.damage else 0 if self.log.end.end is End.CLEAN else 1
+        return Condition(str(self.log.end), tuple(self.damage), code)
+
 
 def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
     """Rebuild the state of the store at `path` in memory.
@@ -131,9 +155,7 @@ def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
     """
     fs = fs or OsFs()
     path = os.path.expanduser(os.fspath(path))
-    found = survey(fs, path)
-    if found.is_new:
-        raise NotAStore(f"{path} holds no store")
+    found = survey_store(fs, path)
     state, damage = State(), list[str]()
     if fs.exists(f"{path}/{SLABS}") and not fs.is_dir(f"{path}/{SLABS}"):
         damage.append(f"{SLABS} is no directory: opening the store puts it aside")
@@ -145,7 +167,19 @@ def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
     if log.end.end is End.CORRUPT or checkpoint is None:
         num_salvaged = _salvage(fs, path, state)
     state.settle()
+    if not fs.exists(f"{path}/{SLABS}") and any(True for _ in batches_of(state)):
+        damage.append(f"{SLABS} is missing: nothing of what the table names is there")
     return Reading(fs, path, found, state, log, checkpoint, damage + log.damage, num_salvaged)
+
+
+def survey_store(fs: Fs, path: str) -> Survey:
+    """What lies in a store's directory. Raises as `read`."""
+    if fs.exists(path) and not fs.is_dir(path):
+        raise NotAStore(f"{path} is no directory")
+    found = survey(fs, path)
+    if found.is_new:
+        raise NotAStore(f"{path} holds no store")
+    return found
 
 
 def _salvage(fs: Fs, path: str, state: State) -> int:
@@ -188,6 +222,7 @@ def stat(path: str | os.PathLike[str], fs: Fs | None = None) -> StoreStat:
         last_open_number=max((header.open_number for header in headers), default=0),
         num_to_replay=log.num_records,
         damage=tuple(reading.damage),
+        exit_code=reading.condition.exit_code,
     )
 
 

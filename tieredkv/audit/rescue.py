@@ -64,7 +64,7 @@ def rescue(
         progress: told how many parts of how many are done.
 
     Raises:
-        BadInput: `out` is there and not empty.
+        BadInput: `out` is there and not empty, or lies in the store at `path`.
         NotAStore, NewerFormat, PathUnusable: as `audit.read`, and for `out` as `open`.
         OSError: `out` could not be written; what is there of it is no clean store and may be removed.
     """
@@ -73,6 +73,9 @@ def rescue(
     if fs.exists(out) and (not fs.is_dir(out) or fs.list_names(out)):
         raise BadInput(f"{out} is there already: name a new directory")
     reading = read(path, fs)
+    store, new = os.path.realpath(reading.path), os.path.realpath(out)
+    if os.path.commonpath([store, new]) == store:
+        raise BadInput(f"{out} lies in {reading.path}, which is only read: name a directory outside it")
     lock_file = claim(fs, out)
     try:
         return _Rescue(reading, out).run(progress)
@@ -119,10 +122,7 @@ class _Rescue:
     # ---- parts ---------------------------------------------------------------------------------
 
     def _copy_all(self, progress: Progress) -> None:
-        fs, path = self._fs, self._reading.path
-        if not fs.is_dir(f"{path}/{SLABS}"):
-            return
-        source = payloads_of(fs, path)
+        source = payloads_of(self._fs, self._reading.path)
         batches = list(batches_of(self._reading.state))
         total, done = sum(len(rows) for _, _, rows in batches), 0
         target = self._target(source)

@@ -17,7 +17,7 @@ from ..system import Fs
 from ..table.catalog import Catalog, NamespaceRow, SessionRow
 from ..table.key_index import Rows
 from ..tier.slab_format import SLOT_HEADER_NBYTES
-from .report import Reading, read
+from .report import Condition, Reading, read
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class SessionInfo:
     priority: int
     expires_in_s: float | None
     used_at: float | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The sessions that a store still tells of, and what is wrong with it: damage may have taken others."""
+
+    sessions: tuple[SessionInfo, ...]
+    condition: Condition
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class ResumeInfo:
         anchors: the boundaries that the session keeps, and whether a restore could start there.
         reason, detail: why not more than `num_restorable`.
         expected: what it should take, by the devices that the store knows of.
+        condition: what is wrong with the store, which may have taken some of the session.
     """
 
     name: str
@@ -77,16 +86,18 @@ class ResumeInfo:
     anchors: dict[int, bool]
     reason: str
     detail: str
+    condition: Condition
     expected: tuple[Expected, ...] = ()
 
 
-def list_sessions(path: str | os.PathLike[str], fs: Fs | None = None) -> tuple[SessionInfo, ...]:
+def list_sessions(path: str | os.PathLike[str], fs: Fs | None = None) -> Listing:
     """Every session of the store at `path`, by name; those that expired until they are erased. Raises as `read`."""
     reading = read(path, fs)
     catalog = reading.state.catalog
     rows = {name: _block_rows(reading, row) for name, row in catalog.sessions.items()}
     holders = Counter(row for held in rows.values() for row in set(held[held >= 0].tolist()))
-    return tuple(_info(reading, row, rows[name], holders) for name, row in sorted(catalog.sessions.items()))
+    infos = (_info(reading, row, rows[name], holders) for name, row in sorted(catalog.sessions.items()))
+    return Listing(tuple(infos), reading.condition)
 
 
 def explain_session(path: str | os.PathLike[str], name: str, fs: Fs | None = None) -> ResumeInfo:
@@ -96,14 +107,16 @@ def explain_session(path: str | os.PathLike[str], name: str, fs: Fs | None = Non
         BadInput: there is no session of that name; NotAStore, NewerFormat, PathUnusable: as `read`.
     """
     reading = read(path, fs)
+    condition = reading.condition
     row = reading.state.catalog.sessions.get(name)
     if row is None:
         known = ", ".join(sorted(reading.state.catalog.sessions)) or "none"
-        raise BadInput(f"{reading.path}: no session {name!r}; there are: {known}")
+        why = f"; {condition}" if condition.exit_code else ""
+        raise BadInput(f"{reading.path}: no session {name!r}; there are: {known}{why}")
     namespace = reading.state.catalog.namespaces.get(row.namespace)
     if namespace is None or namespace.layout.is_stand_in:
         why = "its namespace is not known: the log that named it was lost"
-        return ResumeInfo(name, len(row.tokens), 0, 0, {}, {}, str(Reason.CORRUPT), why)
+        return ResumeInfo(name, len(row.tokens), 0, 0, {}, {}, str(Reason.CORRUPT), why, condition)
     layout, blocks = namespace.layout, _block_rows(reading, row)
     present = reading.state.table.present(blocks, len(layout.groups))
     size, end = layout.block_size, longest_restorable(layout, present, len(blocks))
@@ -120,8 +133,8 @@ def explain_session(path: str | os.PathLike[str], name: str, fs: Fs | None = Non
     by_tier = {"disk": end * size} if end else {}
     expected = _expected(reading, namespace, by_tier) if end else ()
     return ResumeInfo(
-        name, len(row.tokens), end * size, full * size, by_tier, anchors, str(reason), detail, expected
-    )
+        name, len(row.tokens), end * size, full * size, by_tier, anchors, str(reason), detail, condition, expected
+    )  # fmt: skip
 
 
 def _expected(reading: Reading, namespace: NamespaceRow, by_tier: dict[str, int]) -> tuple[Expected, ...]:

@@ -1,4 +1,4 @@
-"""The commands. Errors of ours are one line; others are bugs and show a trace."""
+"""The commands. Errors of ours and of the disk are one line; others are bugs and show a trace."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from ..errors import NotAStore, TieredKVError
+
+if TYPE_CHECKING:
+    from ..audit.report import Condition
+    from ..audit.sessions import Listing, ResumeInfo
 
 app = typer.Typer(
     help="A tiered KV cache for LLM chats that survives anything.",
@@ -63,6 +67,7 @@ def stat(directory: Directory, as_json: AsJson = False) -> None:
         print(json.dumps(asdict(found)))
     else:
         print_stat(Console(), found)
+    raise typer.Exit(found.exit_code)
 
 
 @app.command()
@@ -73,9 +78,10 @@ def sessions(directory: Directory, as_json: AsJson = False) -> None:
 
     found = list_sessions(directory)
     if as_json:
-        print(json.dumps({"sessions": [asdict(info) for info in found]}))
+        print(json.dumps(flat(found)))
     else:
-        print_sessions(Console(), found)
+        print_sessions(Console(), found.sessions)
+    raise typer.Exit(end(found.condition))
 
 
 @app.command()
@@ -90,9 +96,10 @@ def explain(
 
     found = explain_session(directory, session)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(flat(found)))
     else:
         print_resume(Console(), found)
+    raise typer.Exit(end(found.condition))
 
 
 @app.command()
@@ -119,10 +126,27 @@ def fsck(
     raise typer.Exit(report.exit_code)
 
 
+def flat(found: Listing | ResumeInfo) -> dict[str, Any]:
+    """As values, with what is wrong with the store beside them, as `stat` and `fsck` have it."""
+    values = asdict(found)
+    condition = values.pop("condition")
+    return {**values, **condition}
+
+
+def end(condition: Condition) -> int:
+    """The exit code; what is wrong with the store is said on standard error."""
+    if condition.exit_code:
+        print(f"tieredkv: {condition}", file=sys.stderr)
+    return condition.exit_code
+
+
 def run() -> None:
     """The command line. Exit codes: 0 clean, 1 loss or an unmet figure, 2 damage or an error, 3 no store."""
     try:
         app()
-    except TieredKVError as error:
+    except (TieredKVError, OSError) as error:
+        code = 3 if isinstance(error, NotAStore) else 2
         print(f"tieredkv: {error}", file=sys.stderr)
-        raise SystemExit(3 if isinstance(error, NotAStore) else 2) from None
+        if "--json" in sys.argv[1:]:
+            print(json.dumps({"error": str(error), "exit_code": code}))
+        raise SystemExit(code) from None
