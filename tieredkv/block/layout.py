@@ -179,8 +179,19 @@ class BlockLayout:
 
     def spec_of(self, layer: int, name: str) -> TensorSpec:
         """Raises KeyError: no group holds it."""
-        group = self.groups[self.group_of(layer, name)]
-        return next(spec for spec in group.tensors if (spec.layer, spec.name) == (layer, name))
+        return self._spec_by_tensor[layer, name]
+
+    @cached_property
+    def names_by_layer(self) -> dict[int, tuple[str, ...]]:
+        """The tensors of each layer, group after group."""
+        names: dict[int, tuple[str, ...]] = {}
+        for layer, name in self._spec_by_tensor:
+            names[layer] = (*names.get(layer, ()), name)
+        return names
+
+    @cached_property
+    def _spec_by_tensor(self) -> dict[tuple[int, str], TensorSpec]:
+        return {(t.layer, t.name): t for g in self.groups for t in g.tensors}
 
     @cached_property
     def _group_by_tensor(self) -> dict[tuple[int, str], int]:
