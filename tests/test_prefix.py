@@ -66,7 +66,7 @@ def test_no_state_is_gathered_before_the_first_boundary(tmp_path: Path) -> None:
             lambda: prefix.gather(1, "conv", out),
             lambda: prefix.gather_into({(1, "conv"): out}),
         ):
-            with pytest.raises(BadInput, match="layer 1 conv: .*0 tokens.*num_tokens"):
+            with pytest.raises(BadInput, match=r"layer 1 conv: .*0 tokens.*num_tokens"):
                 gathers()
         assert prefix.gather(0, "k").shape == (1, 0, 8)
 

@@ -8,6 +8,7 @@ many parts is one strided view of the pool.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,6 +136,12 @@ class BlockLayout:
             raise BadConfig("a layout needs at least one layer group")
         if sum(g.kind == "full" for g in self.groups) > 1:
             raise BadConfig("a layout has at most one full group")
+        counts = Counter((spec.layer, spec.name) for group in self.groups for spec in group.tensors)
+        for (layer, name), count in counts.items():
+            if count > 1:  # whoever asks by layer and name would see only one of them
+                raise BadConfig(
+                    f"layer {layer} {name!r} is named twice: give each of its tensors its own name"
+                )
 
     @cached_property
     def part_nbytes(self) -> tuple[int, ...]:
