@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
+import threading
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +17,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "disk": ("slab", "lmdb"),
     "disk_io": ("direct", "buffered", "mmap"),
     "on_unusable": ("raise", "memory"),
+}
+_MOST = {  # what a thread can wait
+    "commit_interval_ms": threading.TIMEOUT_MAX * 1e3,
+    "deadline_s": threading.TIMEOUT_MAX,
+    "expire_days": threading.TIMEOUT_MAX // 86400,
 }
 
 
@@ -73,11 +81,29 @@ class Config:
                 )
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name.endswith("_nbytes") and value != "auto":
-                parse_nbytes(value)
-        if self.commit_interval_ms <= 0 or self.deadline_s <= 0:
-            raise BadConfig("commit_interval_ms and deadline_s must be above zero")
-        if self.expire_days is not None and self.expire_days <= 0:
-            raise BadConfig(f"expire_days={self.expire_days}: above zero, or None to keep sessions")
-        if self.block_size < 16 or self.block_size > 512 or self.block_size & (self.block_size - 1):
-            raise BadConfig(f"block_size={self.block_size}: a power of two from 16 to 512")
+            if field.name.endswith("_nbytes") and not (isinstance(value, str) and value == "auto"):
+                parse_nbytes(value, field.name)
+        if not isinstance(self.policy, str):
+            raise BadConfig(f"policy={self.policy!r}: write the name of a policy, as 'lru'")
+        for name, most in _MOST.items():
+            self._check_time(name, most)
+        object.__setattr__(self, "block_size", _block_size(self.block_size))
+
+    def _check_time(self, name: str, most: float) -> None:
+        value = getattr(self, name)
+        if value is None and name == "expire_days":
+            return
+        is_number = isinstance(value, numbers.Real)
+        if not (is_number and 0 < value <= most):  # so that nan is refused too
+            keep = ", or None to keep sessions" if name == "expire_days" else ""
+            raise BadConfig(f"{name}={value!r}: a number above 0 and at most {most:.0f}{keep}")
+
+
+def _block_size(value: int) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = 0
+    if size < 16 or size > 512 or size & (size - 1):
+        raise BadConfig(f"block_size={value!r}: a power of two from 16 to 512")
+    return size

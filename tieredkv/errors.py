@@ -4,7 +4,7 @@ TieredKVError
 ├── BadConfig          a configuration value that cannot work; nothing was opened
 ├── BadInput           tokens, tensors or arguments that disagree with what was declared
 ├── Unsupported        a model, layout or platform refused, with the reason why
-├── Closed             a call on a closed cache
+├── Closed             a call on a closed cache or prefix
 ├── Forked             a call in a forked child of the process that opened the store
 ├── SessionError       a session name that is unknown, or already open
 ├── CorruptFormat      bytes that are not what their place promises (internal to readers)
@@ -36,7 +36,7 @@ class Unsupported(TieredKVError):
 
 
 class Closed(TieredKVError):
-    """A call on a cache that was closed."""
+    """A call on a cache or a prefix that was closed."""
 
 
 class Forked(TieredKVError):

@@ -32,18 +32,22 @@ def resolve(config: Config, path: str) -> Sizes:
     """The device and byte budgets for a store at `path`.
 
     Raises:
-        BadConfig: a device that torch does not have.
+        BadConfig: no Config, or a device that torch does not have.
         Unsupported: Windows.
     """
     if sys.platform == "win32":
         raise Unsupported("tieredkv runs on Linux and macOS; Windows has no O_DIRECT, flock or fork safety")
+    if not isinstance(config, Config):
+        raise BadConfig(
+            f"config is a {type(config).__name__}, not a tieredkv.Config: a dict becomes one by Config(**it)"
+        )
     device = _device(config.device)
     return Sizes(
         device=device,
         device_nbytes=_or(config.device_nbytes, lambda: _device_share(device)),
         host_nbytes=_or(config.host_nbytes, lambda: _ram_nbytes() // 10),
         disk_nbytes=_or(config.disk_nbytes, lambda: _disk_share(path)),
-        log_keep_nbytes=parse_nbytes(config.log_keep_nbytes),
+        log_keep_nbytes=parse_nbytes(config.log_keep_nbytes, "log_keep_nbytes"),
     )
 
 
@@ -59,10 +63,14 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise BadConfig(f"device={name!r}: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadConfig(f"device={name!r}: this torch sees no CUDA device")
+    except (RuntimeError, TypeError) as error:
+        raise BadConfig(f"device={name!r}: write it as torch does, as 'cpu' or 'cuda:0'; {error}") from error
+    if device.type == "meta":
+        raise BadConfig("device='meta' holds no bytes: choose 'cpu', 'cuda' or 'auto'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise BadConfig(f"device={name!r}: this torch sees {count} CUDA devices")
     return device
 
 

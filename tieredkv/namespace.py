@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -259,18 +260,20 @@ class Namespace:
         Args:
             tokens: 1-D integers, from the first token of the sequence.
             kv: for each layer either its tensors over all of `tokens`, in the layout's order and shape, or
-                `Span`s. Full layers need every new block; window layers and states only what `anchors` need.
+                `Span`s. Full layers need every new block; window layers and states only what `anchors` need. An
+                empty sequence says that a layer brings nothing new.
             anchors: boundaries, in tokens, whose window and recurrent parts are kept so that a prefix can end there.
 
         Raises:
-            BadInput: an anchor that is no boundary, or tensors that are not as the layout says.
+            BadInput: an anchor that is no boundary, a layer that is missing, or tensors that are not as the
+                layout says.
         """
         core = self._core
         self.check_open()
         ids = as_tokens(tokens)
         digests = self.chain(ids)
-        spans = spans_by_group(self.layout, kv, len(ids))
         boundaries = self._boundaries(anchors, len(digests))
+        spans = spans_by_group(self.layout, kv, len(ids), anchored=bool(boundaries))
         covered = self._covered(spans, len(digests))
         with core.lock:
             self.check_open()
@@ -336,7 +339,7 @@ class Namespace:
             spilling = self._spill(rows[:taken]) if core.eager else None
             core.lock.notify_all()
 
-        def commit_now(timeout_s: float | None) -> bool:
+        def commit_now(timeout_s: float | None = None) -> bool:
             """Write-back spills nothing by itself: whoever waits for the blocks asks for it."""
             with core.lock:
                 there = core.table.find(digests)
@@ -381,10 +384,16 @@ class Namespace:
 
     def _boundaries(self, anchors: Sequence[int], num_blocks: int) -> list[int]:
         size = self.layout.block_size
-        for anchor in anchors:
-            if anchor % size or not 0 <= anchor <= num_blocks * size:
-                raise BadInput(f"anchor {anchor} is no boundary of {num_blocks} blocks of {size} tokens")
-        return [anchor // size for anchor in anchors]
+        try:
+            ends = [operator.index(anchor) for anchor in anchors]
+        except TypeError as error:
+            raise BadInput(
+                f"anchors={anchors!r}: a sequence of whole token counts, as [{size}], or () for none"
+            ) from error
+        for end in ends:
+            if end % size or not 0 <= end <= num_blocks * size:
+                raise BadInput(f"anchor {end} is no boundary of {num_blocks} blocks of {size} tokens")
+        return [end // size for end in ends]
 
     def _covered(self, spans: GroupKV, num_blocks: int) -> npt.NDArray[np.bool_]:
         """For each group and block, whether every layer brought its tokens."""

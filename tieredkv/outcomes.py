@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Protocol
 
 
 class Tier(IntEnum):
@@ -55,11 +56,21 @@ class Lookup:
     num_full_tokens: int = 0
 
 
+class Wait(Protocol):
+    """Blocks until something is done, at most `timeout_s`, for ever if None; returns whether it is."""
+
+    def __call__(self, timeout_s: float | None = None) -> bool: ...
+
+
+def _done(timeout_s: float | None = None) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Stored:
     """What a `store` took: blocks new here, blocks already present, blocks refused and why.
 
-    `wait(timeout_s)` returns True once every block taken is committed or no longer wanted.
+    `wait(timeout_s=None)` returns True once every block taken is committed or no longer wanted.
     """
 
     num_new: int
@@ -67,7 +78,7 @@ class Stored:
     num_refused: int
     reason: Reason
     detail: str = ""
-    wait: Callable[[float | None], bool] = field(default=lambda _timeout_s: True, repr=False, compare=False)
+    wait: Wait = field(default=_done, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

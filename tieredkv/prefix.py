@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 
 from .block.layout import BlockLayout, TensorSpec
+from .errors import BadInput, Closed
 from .outcomes import Reason
 from .tier.stream import copy_values
 
@@ -58,11 +59,14 @@ class Prefix:
 
     def segments(self, group: int) -> Sequence[Segment]:
         """The parts of one group as they lie, run by run."""
-        self._assert_open()
+        self._check_open()
+        if group not in range(len(self._segments)):
+            raise BadInput(f"group {group!r}: the layout has groups 0 to {len(self._segments) - 1}")
         return self._segments[group]
 
     def first_token(self, layer: int, name: str) -> int:
         """Where this tensor's tokens begin: 0, or the first that a window still sees."""
+        self._spec(layer, name)
         return self._first_token(self.layout.group_of(layer, name))
 
     def _first_token(self, group: int) -> int:
@@ -71,11 +75,12 @@ class Prefix:
 
     def shape_of(self, layer: int, name: str) -> tuple[int, ...]:
         """The shape that `gather` gives, known without a copy."""
-        return self.layout.spec_of(layer, name).shape_of(self.num_tokens - self.first_token(layer, name))
+        return self._spec(layer, name).shape_of(self.num_tokens - self.first_token(layer, name))
 
     def views(self, layer: int) -> dict[str, list[torch.Tensor]]:
         """Views of each tensor of `layer`, one for each run of parts: `[num_blocks, *block_shape]`."""
-        self._assert_open()
+        self._check_open()
+        self._check_layer(layer)
         views: dict[str, list[torch.Tensor]] = {}
         for group, segments in enumerate(self._segments):
             for _, parts in segments:
@@ -88,19 +93,26 @@ class Prefix:
         """One tensor of one layer, contiguous over tokens from `first_token(layer, name)`, or its state at the end.
 
         Args:
-            out: where to put it: the spec's shape with the token axis at its end length.
+            out: where to put it: a tensor of `shape_of(layer, name)` and the layout's dtype, on any device.
+
+        Raises:
+            BadInput: the layout has no such tensor, `out` is not like it, or a state of a prefix of 0 tokens.
+            Closed: this prefix was closed.
         """
+        self._check_open()
         if out is None:
+            dtype = self._spec(layer, name).torch_dtype
             segments = self._segments[self.layout.group_of(layer, name)]
             device = segments[0][1].device if segments else torch.device("cpu")
-            dtype = self.layout.spec_of(layer, name).torch_dtype
             out = torch.empty(self.shape_of(layer, name), dtype=dtype, device=device)
         self.gather_into({(layer, name): out})
         return out
 
     def gather_into(self, outs: Mapping[tuple[int, str], torch.Tensor]) -> None:
         """Many tensors at once, each as in `gather`: one pass over the parts, one copy a run and tensor."""
-        self._assert_open()
+        self._check_open()
+        for (layer, name), out in outs.items():
+            self._check_out(layer, name, out)
         for group, segments in enumerate(self._segments):
             wanted = [t for t in self.layout.groups[group].tensors if (t.layer, t.name) in outs]
             if not wanted:
@@ -133,5 +145,35 @@ class Prefix:
             if len(due):
                 copy_values(out.narrow(axis, at // every, len(due)).movedim(axis, 0), due.squeeze(axis + 1))
 
-    def _assert_open(self) -> None:
-        assert self._release is not None, "this prefix was closed: its parts are no longer pinned"
+    def _check_open(self) -> None:
+        if self._release is None:
+            raise Closed("this prefix was closed: its parts are no longer pinned; load it again")
+
+    def _check_layer(self, layer: int) -> None:
+        if layer not in self.layout.names_by_layer:
+            layers = ", ".join(map(str, sorted(self.layout.names_by_layer)))
+            raise BadInput(f"no layer {layer!r}: the layout has layers {layers}")
+
+    def _spec(self, layer: int, name: str) -> TensorSpec:
+        self._check_layer(layer)
+        names = self.layout.names_by_layer[layer]
+        if name not in names:
+            raise BadInput(f"layer {layer} has no {name!r}: it has {', '.join(names)}")
+        return self.layout.spec_of(layer, name)
+
+    def _check_out(self, layer: int, name: str, out: torch.Tensor) -> None:
+        spec = self._spec(layer, name)
+        if spec.token_axis is None and not self.num_tokens:
+            raise BadInput(
+                f"layer {layer} {name}: a prefix of 0 tokens has no state; look at num_tokens first"
+            )
+        shape = self.shape_of(layer, name)
+        if not isinstance(out, torch.Tensor):
+            raise BadInput(
+                f"layer {layer} {name}: out is of {type(out)}, not a tensor {shape} {spec.torch_dtype}"
+            )
+        if out.shape != shape or out.dtype != spec.torch_dtype:
+            raise BadInput(
+                f"layer {layer} {name}: out is {tuple(out.shape)} {out.dtype}, and must be {shape}"
+                f" {spec.torch_dtype}; leave it out to get a new one"
+            )

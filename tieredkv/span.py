@@ -67,20 +67,30 @@ GroupKV = Mapping[tuple[int, int], Sequence[Span]]
 """What a caller brought of each group and layer."""
 
 
-def spans_by_group(layout: BlockLayout, kv: LayerKV, num_tokens: int) -> GroupKV:
+def spans_by_group(layout: BlockLayout, kv: LayerKV, num_tokens: int, *, anchored: bool) -> GroupKV:
     """What belongs to each group and layer, checked against the layout.
 
+    Args:
+        anchored: whether a boundary needs window parts and states too, so that no layer may be missing.
+
     Raises:
-        BadInput: a tensor that is missing, or not as the layout says.
+        BadInput: a layer or tensor that is missing, or not as the layout says.
     """
+    if not isinstance(kv, Mapping):
+        raise BadInput(
+            f"kv is of {type(kv)}: give a mapping from each layer's number to its tensors or Spans"
+        )
     specs: dict[int, dict[int, list[TensorSpec]]] = {}
     for number, group in enumerate(layout.groups):
         for spec in group.tensors:
             specs.setdefault(spec.layer, {}).setdefault(number, []).append(spec)
     found: dict[tuple[int, int], Sequence[Span]] = {}
     for layer, by_group in specs.items():
+        if layer not in kv and (anchored or layout.full_group in by_group):
+            raise BadInput(f"kv has no layer {layer}: give its tensors, or () if it brings nothing new")
         given: Any = kv.get(layer, ())
-        if given and isinstance(given[0], torch.Tensor):
+        is_whole = _are_tensors(layer, given)
+        if is_whole:
             given = _whole_spans(layer, by_group.values(), given, num_tokens)
         for number, mine in by_group.items():
             names = {spec.name for spec in mine}
@@ -90,7 +100,31 @@ def spans_by_group(layout: BlockLayout, kv: LayerKV, num_tokens: int) -> GroupKV
             for span in spans:
                 for spec in mine:
                     span.check(spec, num_tokens, layout.block_size)
+                    if is_whole:
+                        _check_whole(span, spec, num_tokens, layout.block_size)
     return found
+
+
+def _are_tensors(layer: int, given: Any) -> bool:
+    """Whether a layer was given as its tensors; false for Spans, and for nothing."""
+    if not isinstance(given, Sequence):  # a tensor is none
+        raise BadInput(f"layer {layer}: one {type(given)}, not a sequence of torch tensors or Spans")
+    kinds = {torch.Tensor if isinstance(item, torch.Tensor) else type(item) for item in given}
+    if not (kinds <= {torch.Tensor} or all(issubclass(kind, Span) for kind in kinds)):
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise BadInput(
+            f"layer {layer}: a sequence of {names}: either all are torch tensors, or all are Spans"
+        )
+    return torch.Tensor in kinds
+
+
+def _check_whole(span: Span, spec: TensorSpec, num_tokens: int, block_size: int) -> None:
+    """That a tensor given without a Span covers all blocks: what is short may as well lie elsewhere."""
+    if span.blocks(spec, block_size).stop < num_tokens // block_size:
+        raise BadInput(
+            f"layer {spec.layer} {spec.name}: {span.end(spec)} tokens, and the whole blocks are"
+            f" {num_tokens // block_size * block_size}: what covers less goes into a Span"
+        )
 
 
 def _whole_spans(

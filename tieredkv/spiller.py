@@ -69,7 +69,7 @@ class Spilling:
         self._failed = False
         self._lock = threading.Lock()
 
-    def wait(self, timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         return self._done.wait(timeout_s) and not self._failed
 
     def began(self, count: int = 1) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
+import sys
+from decimal import Decimal
 
 from .errors import BadConfig
 
@@ -27,21 +30,37 @@ _FACTORS = {
 }
 
 
-def parse_nbytes(value: int | str) -> int:
+def parse_nbytes(value: int | str, field: str = "size") -> int:
     """`"2GiB"`, `"1.5 MB"` or a plain int, in bytes.
 
     Raises:
-        BadConfig: not a size, or negative.
+        BadConfig: not a size, negative, or more than the machine counts; the message names `field`.
     """
-    if isinstance(value, int):
-        if value < 0:
-            raise BadConfig(f"a size cannot be negative: {value}")
-        return value
+    nbytes = _read_nbytes(value)
+    if nbytes is None or not 0 <= nbytes <= sys.maxsize:
+        raise BadConfig(
+            f"{field}={_short(value)} is no byte size from 0 to {sys.maxsize}: write for example 2GiB, 512MiB or a"
+            " plain whole number"
+        )
+    return nbytes
+
+
+def _read_nbytes(value: object) -> int | None:
+    if not isinstance(value, str):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            return None
     match = _SIZE.fullmatch(value)
     unit = match.group(2).lower().removesuffix("b") if match else None
     if match is None or unit not in _FACTORS:
-        raise BadConfig(f"not a byte size: {value!r} (write for example 2GiB, 512MiB or a plain number)")
-    return int(float(match.group(1)) * _FACTORS[unit])
+        return None
+    return int(Decimal(match.group(1)) * _FACTORS[unit])  # a float would round what is above 2**53
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def format_nbytes(nbytes: int) -> str:

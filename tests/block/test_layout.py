@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,3 +95,15 @@ def test_groups_that_are_refused() -> None:
 def test_tensors_that_are_refused(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(BadConfig):
         TensorSpec(0, "k", shape, dtype)
+
+
+def test_a_tensor_is_named_once() -> None:
+    """Of two with one name, only the last would be stored."""
+    k, other = TensorSpec(3, "k", (1, TOKENS, 8), "int32"), TensorSpec(3, "k", (2, TOKENS, 8), "float32")
+    with pytest.raises(BadConfig, match=r"layer 3 'k'.*twice"):
+        BlockLayout(SIZE, (LayerGroup("full", (k, other)),))
+    with pytest.raises(BadConfig, match=r"layer 3 'k'.*twice"):
+        BlockLayout(SIZE, (LayerGroup("full", (k,)), LayerGroup("window", (other,), window=40)))
+    BlockLayout(
+        SIZE, (LayerGroup("full", (k,)), LayerGroup("window", (replace(other, name="v"),), window=40))
+    )

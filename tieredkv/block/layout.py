@@ -8,6 +8,7 @@ many parts is one strided view of the pool.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,6 +136,12 @@ class BlockLayout:
             raise BadConfig("a layout needs at least one layer group")
         if sum(g.kind == "full" for g in self.groups) > 1:
             raise BadConfig("a layout has at most one full group")
+        counts = Counter((spec.layer, spec.name) for group in self.groups for spec in group.tensors)
+        for (layer, name), count in counts.items():
+            if count > 1:  # whoever asks by layer and name would see only one of them
+                raise BadConfig(
+                    f"layer {layer} {name!r} is named twice: give each of its tensors its own name"
+                )
 
     @cached_property
     def part_nbytes(self) -> tuple[int, ...]:
@@ -179,8 +186,19 @@ class BlockLayout:
 
     def spec_of(self, layer: int, name: str) -> TensorSpec:
         """Raises KeyError: no group holds it."""
-        group = self.groups[self.group_of(layer, name)]
-        return next(spec for spec in group.tensors if (spec.layer, spec.name) == (layer, name))
+        return self._spec_by_tensor[layer, name]
+
+    @cached_property
+    def names_by_layer(self) -> dict[int, tuple[str, ...]]:
+        """The tensors of each layer, group after group."""
+        names: dict[int, tuple[str, ...]] = {}
+        for layer, name in self._spec_by_tensor:
+            names[layer] = (*names.get(layer, ()), name)
+        return names
+
+    @cached_property
+    def _spec_by_tensor(self) -> dict[tuple[int, str], TensorSpec]:
+        return {(t.layer, t.name): t for g in self.groups for t in g.tensors}
 
     @cached_property
     def _group_by_tensor(self) -> dict[tuple[int, str], int]:
