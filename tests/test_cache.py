@@ -502,7 +502,9 @@ def test_a_store_that_fails_half_way_gives_its_slots_back(tmp_path: Path) -> Non
         space = kv.namespace(IDENTITY, MIXED)
         for number in range(20):
             tensors = kv_of(space, prompt(number))
-            tensors[1] = [tensor.to("meta") for tensor in tensors[1]]  # the slots are taken, and half of each is full
+            tensors[1] = [
+                tensor.to("meta") for tensor in tensors[1]
+            ]  # the slots are taken, and half of each is full
             with pytest.raises((BadInput, NotImplementedError)):
                 space.store(prompt(number), tensors)
         (device,) = kv.stats().tiers
