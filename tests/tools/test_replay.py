@@ -101,11 +101,11 @@ def test_exit_codes(path: Path, tmp_path: Path) -> None:
         assert kv.flush(60).ok
 
 
-@pytest.mark.parametrize("arguments", [[], ["--export", "jsonl"], ["--export", "jsonl", "--trace"]])
+@pytest.mark.parametrize("arguments", [[], ["--export", "jsonl", "--trace"]])
 def test_what_holds_no_store_is_none_for_every_view(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "file").write_text("hello")
     (tmp_path / "empty").mkdir()
-    for name in ("nowhere", "empty", "file", "."):
+    for name in ("empty", "file", "."):
         code, found, _ = run(tmp_path / name, *arguments)
         assert (code, found["exit_code"]) == (3, 3), name
 
