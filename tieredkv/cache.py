@@ -72,7 +72,7 @@ def open_cache(
         BadConfig: a budget or device that cannot work.
     """
     where = os.path.abspath(os.path.expanduser(os.fspath(path)))  # the process may change its directory
-    return TieredCache(where, config or Config(), fs or OsFs(), clock or SystemClock())
+    return TieredCache(where, Config() if config is None else config, fs or OsFs(), clock or SystemClock())
 
 
 def _holds(arena: Arena, strides: Counter[int]) -> bool:
