@@ -483,7 +483,7 @@ def test_only_a_living_namespace_of_this_cache_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_purge_that_is_refused_leaves_the_namespace(tmp_path: Path) -> None:
-    with opened(tmp_path, deadline_s=0.2) as kv:
+    with opened(tmp_path, deadline_s=2.0) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         store(space, prompt(0))
         with space.load(prompt(0)) as prefix:

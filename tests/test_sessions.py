@@ -542,7 +542,7 @@ def test_what_a_session_comes_back_to_is_its_own_again(tmp_path: Path) -> None:
 
 
 def test_a_refused_delete_changes_nothing(tmp_path: Path) -> None:
-    with opened(tmp_path, deadline_s=0.2) as kv:
+    with opened(tmp_path, deadline_s=2.0) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         session = kv.session("a", space)
         session.commit(prompt(0), [], stored=[store(space, prompt(0))])

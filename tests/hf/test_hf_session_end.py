@@ -89,7 +89,7 @@ def test_a_delete_does_not_mind_how_the_answer_ended(
 def test_a_delete_that_is_refused_leaves_a_conversation_that_goes_on(
     open_kv: Callable[..., Any], tokenizer: Any
 ) -> None:
-    kv = open_kv(deadline_s=0.3)
+    kv = open_kv(deadline_s=2.0)
     chat = ChatModel(kv, llama(), tokenizer)
     with chat.session("s") as session:
         say(session, SECRET)
