@@ -23,7 +23,7 @@ ROWS = r"""
     policy: base lru arc registry
     tier: base arena stream tensor workers slab_format slab_file slab_piece slab lmdb_store
     wal: records format reader writer
-    table: key_index snapshot block_table catalog state checkpoint journal recovery salvage trace
+    table: key_index column snapshot block_table catalog state checkpoint journal recovery salvage trace
     audit: report sessions kept_log timeline history follow crash repair rescue
     span pace plan residency disk spiller prefix room mover
     namespace session_file sessions removal cache

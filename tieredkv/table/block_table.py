@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..block.hashing import DIGEST_NBYTES, KEY_NBYTES, Digests, keys_of
 from ..outcomes import Tier
 from ..wal.records import DROP, PUT, Run
+from .column import Column
 from .key_index import KeyIndex, Rows, is_first, key_words
 from .snapshot import Columns, TableSnapshot
 
@@ -39,9 +40,24 @@ the boundary after the block; of lower `rank` is evicted first."""
 _PART_COLUMNS: dict[str, str] = {"checksum": "u8", "put_seq": "u8", "lsn": "u8"}
 
 
+def _blank_columns(num_groups: int) -> dict[str, Column]:
+    of_rows = {name: Column((_START_ROWS,), 0, *spec) for name, spec in _ROW_COLUMNS.items()}
+    of_parts = {name: Column((num_groups, _START_ROWS), 1, dtype, 0) for name, dtype in _PART_COLUMNS.items()}
+    return {
+        "digest": Column((_START_ROWS, DIGEST_NBYTES), 0, "u1", 0),
+        "slot": Column((len(Tier), num_groups, _START_ROWS), 2, "i4", -1),
+        "leaving": Column((num_groups, _START_ROWS), 1, "?", 0),
+        **of_rows,
+        **of_parts,
+    }
+
+
 class BlockTable:
     """Every block the cache knows, in rows; a free row has namespace -1."""
 
+    digest: Digests
+    slot: npt.NDArray[np.int32]
+    leaving: npt.NDArray[np.bool_]  # off DISK once the log says so
     namespace: npt.NDArray[np.int32]
     parent: npt.NDArray[np.int32]
     first_child: npt.NDArray[np.int32]
@@ -73,16 +89,8 @@ class BlockTable:
             int, bytes
         ] = {}  # ids (int32, little endian) of blocks that are not all on DISK yet
         self._wishes: dict[bytes, tuple[int, int]] = {}  # holders and pins that outlive a row, by digest
-        self.digest = np.zeros((_START_ROWS, DIGEST_NBYTES), dtype=np.uint8)
-        self.slot = np.full((len(Tier), self.num_groups, _START_ROWS), -1, dtype=np.int32)
-        self.leaving = np.zeros(
-            (self.num_groups, _START_ROWS), dtype=np.bool_
-        )  # off DISK once the log says so
-        for name, (dtype, empty) in _ROW_COLUMNS.items():
-            setattr(self, name, np.full(_START_ROWS, empty, dtype=dtype))
-        for name, dtype in _PART_COLUMNS.items():
-            setattr(self, name, np.zeros((self.num_groups, _START_ROWS), dtype=dtype))
-        self._set_words()
+        self._columns = _blank_columns(self.num_groups)
+        self._show_columns()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -90,13 +98,7 @@ class BlockTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns and the index."""
-        columns = [
-            self.digest,
-            self.slot,
-            self.leaving,
-            *(getattr(self, n) for n in (*_ROW_COLUMNS, *_PART_COLUMNS)),
-        ]
-        return int(sum(c.nbytes for c in columns)) + self._index.nbytes
+        return sum(column.values.nbytes for column in self._columns.values()) + self._index.nbytes
 
     def live_rows(self) -> Rows:
         """Every row in use, ascending."""
@@ -104,17 +106,12 @@ class BlockTable:
 
     def ensure_groups(self, num_groups: int) -> None:
         """Make room for blocks of `num_groups` layer groups."""
-        more = num_groups - self.num_groups
-        if more <= 0:
+        if num_groups <= self.num_groups:
             return
-        self.slot = np.concatenate(
-            (self.slot, np.full((len(Tier), more, self._capacity), -1, dtype=np.int32)), axis=1
-        )
-        self.leaving = np.concatenate((self.leaving, np.zeros((more, self._capacity), dtype=np.bool_)))
-        for name, dtype in _PART_COLUMNS.items():
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros((more, self._capacity), dtype=dtype))))
         self.num_groups = num_groups
+        for name in ("slot", "leaving", *_PART_COLUMNS):
+            self._columns[name].widen(num_groups)
+        self._show_columns()
 
     # ---- finding -------------------------------------------------------------------------------
 
@@ -214,25 +211,17 @@ class BlockTable:
     def _reserve(self, num_rows: int) -> None:
         if num_rows <= self._capacity:
             return
-        # Twice while small; a quarter more when large, so that a big table does not carry a second one.
+        # Twice while small; a quarter more when large, for what is blank is real memory
         grown = max(num_rows, self._capacity * 2 if self._capacity < 1 << 16 else self._capacity * 5 // 4)
-        more = grown - self._capacity
-        self.digest = np.concatenate((self.digest, np.zeros((more, DIGEST_NBYTES), dtype=np.uint8)))
-        empty_slots = np.full((len(Tier), self.num_groups, more), -1, dtype=np.int32)
-        self.slot = np.concatenate((self.slot, empty_slots), axis=2)
-        stays = np.zeros((self.num_groups, more), dtype=np.bool_)
-        self.leaving = np.concatenate((self.leaving, stays), axis=1)
-        for name, (dtype, empty) in _ROW_COLUMNS.items():
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.full(more, empty, dtype=dtype))))
-        for name, dtype in _PART_COLUMNS.items():
-            column = getattr(self, name)
-            tail = np.zeros((self.num_groups, more), dtype=dtype)
-            setattr(self, name, np.concatenate((column, tail), axis=1))
+        for column in self._columns.values():
+            column.grow(grown)
         self._capacity = grown
-        self._set_words()
+        self._show_columns()
 
-    def _set_words(self) -> None:
+    def _show_columns(self) -> None:
+        """The columns as they are now, as attributes."""
+        for name, column in self._columns.items():
+            setattr(self, name, column.values)
         self._words = self.digest.view("<u8")
 
     def free_rows(self, rows: Rows) -> None:
@@ -335,7 +324,7 @@ class BlockTable:
         Until then no row is given back, so that a `parent` never names another block's row.
         """
         rows = self.live_rows()
-        empty = rows[(self.slot[:, :, rows] < 0).all(axis=(0, 1))]
+        empty = rows[(self.slot[:, :, : self._next_row].max(axis=(0, 1)) < 0)[rows]]
         gone = np.zeros(self._next_row + 1, dtype=np.bool_)  # the last stands for no parent
         gone[empty] = True
         self.parent[rows[gone[self.parent[rows]]]] = -1
@@ -425,7 +414,7 @@ class BlockTable:
     def _make(self, namespaces: npt.NDArray[Any], digests: Digests, parents: Digests) -> Rows:
         """New rows, linked to their parents where those are here; in a replay `settle` completes that."""
         made = np.empty(len(digests), dtype=np.int32)
-        for namespace in np.unique(namespaces).tolist():
+        for namespace in set(namespaces.tolist()):
             mine = namespaces == namespace
             made[mine] = self._new_rows(namespace, digests[mine])
         above = self._above(made, digests, np.ascontiguousarray(parents))

@@ -79,14 +79,14 @@ class KeyIndex:
             self._rebuild(len(rows), columns)
         mask = len(self._slots) - 1
         todo = rows
-        at = (columns[rows, 0] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
+        at = (columns.take(rows, axis=0)[:, 0] & KEY_MASKS[0] & np.uint64(mask)).astype(np.intp)
         while todo.size:
-            here = self._slots[at]
-            usable = here < 0
-            self._slots[at[usable]] = todo[usable]
-            lost = self._slots[at] != todo
+            here = self._slots.take(at)
+            self._slots[at] = np.where(here < 0, todo, here)  # of several that want one place, one stays
+            lost = self._slots.take(at) != todo
             self._num_used += int(np.count_nonzero(~lost & (here == _FREE)))
-            todo, at = todo[lost], (at[lost] + 1) & mask
+            more = np.flatnonzero(lost)
+            todo, at = todo[more], (at[more] + 1) & mask
         self._num_live += len(rows)
 
     def remove(self, rows: Rows, columns: Columns) -> None:

@@ -76,5 +76,5 @@ class TableSnapshot:
 
 def _empty_like(column: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
     """Laid out in memory as the column is: part columns group by group."""
-    order: Any = "F" if column.flags.f_contiguous else "C"
+    order: Any = "F" if column.strides[0] < column.strides[-1] else "C"
     return np.empty((num_rows, *column.shape[1:]), column.dtype, order)
