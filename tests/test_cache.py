@@ -532,6 +532,19 @@ def test_larger_parts_than_the_first_namespace_has_are_refused_by_the_right_name
         assert kv.namespace(IDENTITY, large) and kv.namespace(IDENTITY, MIXED)
 
 
+@pytest.mark.parametrize("disk_io", ["direct", "buffered", "mmap"])
+def test_a_part_larger_than_a_chunk_of_the_disk_comes_back(tmp_path: Path, disk_io: str) -> None:
+    """Of 5 MiB, as a wide model has; memory has chunks as its first namespace needs, the disk those of its format."""
+    large = BlockLayout(SIZE, (group_of("full", [0], width=(5 << 20) // (2 * 4 * SIZE)),))
+    config = {"device_nbytes": "32MiB", "host_nbytes": "0", "disk_nbytes": "64MiB", "disk_io": disk_io}
+    with opened(tmp_path, **config) as kv:
+        store(kv.namespace(IDENTITY, large), prompt(0, 4 * SIZE))
+        assert kv.flush(60).ok
+    with opened(tmp_path, **config) as kv:
+        space = kv.namespace(IDENTITY, large)
+        assert load_checked(space, prompt(0, 4 * SIZE))[0] == 3 * SIZE
+
+
 def test_closing_gives_everything_back(tmp_path: Path) -> None:
     """P14, B47."""
 

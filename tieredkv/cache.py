@@ -77,9 +77,6 @@ def open_cache(
 
 def _holds(arena: Arena, strides: Counter[int]) -> bool:
     """Whether the arena, empty, takes one block with parts of these sizes: each size has chunks of its own."""
-    per_chunk = {stride: arena.slots_per_chunk(stride) for stride in strides}
-    if not all(per_chunk.values()):
-        return False
     spans = (int(_nbytes_in_chunks(arena, stride, np.array(n))) for stride, n in strides.items())
     return sum(spans) <= arena.budget_nbytes
 
@@ -238,7 +235,7 @@ class TieredCache:
         for tier, resident in self._residents.items():
             header = SLOT_HEADER_NBYTES if tier is Tier.DISK else 0
             strides = Counter(n + header for n in layout.part_nbytes)
-            if max(strides) > resident.arena.chunk_nbytes:
+            if not resident.arena.slots_per_chunk(max(strides)):
                 raise BadConfig(
                     f"a part of this model, {format_nbytes(max(strides))}, does not fit the"
                     f" {format_nbytes(resident.arena.chunk_nbytes)} in which the {tier.name.lower()} tier takes"
