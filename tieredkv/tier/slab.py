@@ -20,6 +20,7 @@ from .slab_format import (
     SLOT_HEADER_NBYTES,
     Headers,
     aligned_bytes,
+    judge,
     new_headers,
     parse_slab_name,
     slab_name,
@@ -141,6 +142,9 @@ class SlabStore:
         )
         assert all(memoryview(buffer).nbytes == part_nbytes for buffer in into), "a buffer of another size"
         pieces = self._pieces(part_nbytes, numbers)
+        headers = new_headers(
+            numbers.size
+        )  # this call's own: a reader may fill its part long after the deadline
 
         def piece_late(number: int) -> None:
             for item in range(numbers.size)[pieces[number].items]:
@@ -149,14 +153,18 @@ class SlabStore:
 
         found = Batch(
             self._readers,
-            [partial(piece.read, expected, into) for piece in pieces],
+            [partial(piece.read, headers, into) for piece in pieces],
             piece_late,
         ).wait(timeout_s)
         self._close_idle(pieces)
-        verdicts = [Verdict.TIMED_OUT] * numbers.size
+        read = [outcome or [None] * piece.count for piece, outcome in zip(pieces, found, strict=True)]
+        checksums = [checksum for outcome in read for checksum in outcome]
+        verdicts = judge(headers, expected, [checksum or 0 for checksum in checksums], part_nbytes)
+        for item in (item for item, checksum in enumerate(checksums) if checksum is None):
+            verdicts[item] = Verdict.UNREADABLE
         for piece, outcome in zip(pieces, found, strict=True):
-            if outcome is not None:
-                verdicts[piece.items] = outcome
+            if outcome is None:
+                verdicts[piece.items] = [Verdict.TIMED_OUT] * piece.count
         return verdicts
 
     def read_headers(self, part_nbytes: int, slots: npt.ArrayLike) -> HeaderBatch:

@@ -1,4 +1,4 @@
-"""Adjacent slots of one slab, moved together between the file and callers' memory, and checked on the way."""
+"""Adjacent slots of one slab, moved together between the file and callers' memory, and hashed on the way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,6 @@ import xxhash
 
 from ..system.fs import File
 from ..units import KiB
-from .base import Verdict
 from .slab_file import SlabFile
 from .slab_format import (
     SLOT_HEADER_NBYTES,
@@ -23,8 +21,6 @@ from .slab_format import (
     Headers,
     aligned_bytes,
     checksums_of,
-    judge,
-    new_headers,
     seal,
 )
 
@@ -33,10 +29,6 @@ MAX_SLOTS = 256
 
 _SPARSE_NBYTES = 64 * KiB
 """Slots up to this size are read whole where only their headers are wanted."""
-
-_STEP_NBYTES = 256 * KiB
-"""So much of a large part is copied from or to the page cache at once, and hashed while a core's own cache still
-holds it."""
 
 
 @dataclass(frozen=True)
@@ -63,35 +55,37 @@ class Piece:
             OSError: some of it may have been written.
         """
         mine, parts = headers[self.items], payloads[self.items]
+        mine["checksum"] = checksums_of(parts)
+        seal(mine)
         with self.slab.use() as file:
-            if file.direct or self.slab.part_nbytes <= _STEP_NBYTES:
-                mine["checksum"] = checksums_of(parts)
-                seal(mine)
-                self._write_at_once(file, mine, parts)
-            else:
-                for number, part in enumerate(parts):
-                    mine["checksum"][number] = self._write_by_steps(file, number, part)
-                seal(mine)
-                for number, header in enumerate(_rows(mine)):
-                    self.slab.write(file, [header.data], self._slot(number), SLOT_HEADER_NBYTES)
+            try:
+                self.slab.write(file, _interleaved(mine, parts), self.offset, self.nbytes)
+            except OSError as error:
+                if not _is_refused(file, error):
+                    raise
+                packed = _scratch.slots(self.count, self.slab.slot_nbytes)
+                _pack(packed, mine, parts)
+                self.slab.write(file, [packed.data], self.offset, packed.size)
 
-    def read(self, expected: npt.NDArray[Any], into: Sequence[memoryview]) -> list[Verdict]:
-        """Fill this piece's buffers of a batch; slots that cannot be read together are read one by one."""
-        parts = into[self.items]
+    def read(self, headers: Headers, into: Sequence[memoryview]) -> list[int | None]:
+        """Fill this piece's headers and buffers of a batch; slots that cannot be read together are read one by one.
+
+        Returns:
+            The checksum of each payload as read, None where the slot cannot be read whole.
+        """
+        mine, parts = headers[self.items], into[self.items]
         try:
             with self.slab.use() as file:
-                headers = _scratch.headers(self.count)
-                checksums = self._fetch(file, headers, parts)
+                checksums = self._fetch(file, mine, parts)
         except OSError as error:
             self.slab.trouble = error
             if self.count == 1:
-                return [Verdict.UNREADABLE]
-            return [single.read(expected, into)[0] for single in self._singles()]
-        num_read = len(checksums)
-        if num_read < self.count:
+                return [None]
+            return [single.read(headers, into)[0] for single in self._singles()]
+        missing = self.count - len(checksums)
+        if missing:
             self.slab.trouble = OSError(errno.EIO, "the file ends before the slot does", self.slab.name)
-        found = judge(headers[:num_read], expected[self.items][:num_read], checksums, self.slab.part_nbytes)
-        return found + [Verdict.UNREADABLE] * (self.count - num_read)
+        return [*checksums, *[None] * missing]
 
     def read_headers(self, headers: Headers) -> None:
         """Fill this piece's headers of a batch; those that cannot be read stay as they are."""
@@ -118,7 +112,7 @@ class Piece:
         """The byte at which a slot of this piece begins."""
         return self.offset + number * self.slab.slot_nbytes
 
-    # ---- reading: each fills headers and parts, and gives the checksums of the slots that the file has whole ----
+    # ---- each fills headers and parts, and gives the checksums of the slots that the file has whole ----
 
     def _fetch(self, file: File, headers: Headers, parts: Sequence[memoryview]) -> list[int]:
         if self.slab.is_mapped:
@@ -151,21 +145,10 @@ class Piece:
         """
         if file.preadv([_rows(headers)[0].data], self.offset, nowait=True) < SLOT_HEADER_NBYTES:
             return []
-        if self.slab.part_nbytes <= _STEP_NBYTES:
-            done = file.preadv(_interleaved(headers, parts), self.offset, nowait=True)
-            return [*map(xxhash.xxh3_64_intdigest, parts[: done // self.slab.slot_nbytes])]
-        checksums: list[int] = []
-        for number, (header, part) in enumerate(zip(_rows(headers), parts, strict=True)):
-            digest, at = xxhash.xxh3_64(), self._slot(number)
-            for step in _steps(part):
-                buffers = [step] if at > self._slot(number) else [header.data, step]
-                nbytes = sum(map(len, buffers))
-                if file.preadv(buffers, at, nowait=True) < nbytes:
-                    return checksums
-                digest.update(step)
-                at += nbytes
-            checksums.append(digest.intdigest())
-        return checksums
+        num_read = (
+            file.preadv(_interleaved(headers, parts), self.offset, nowait=True) // self.slab.slot_nbytes
+        )
+        return [*map(xxhash.xxh3_64_intdigest, parts[:num_read])]
 
     def _copy_mapped(self, file: File, headers: Headers, parts: Sequence[memoryview]) -> list[int]:
         """Through numpy, which lets other threads run meanwhile: a page of a map may have to come from disk."""
@@ -176,45 +159,16 @@ class Piece:
         checksums: list[int] = []
         for slot, header, part in zip(slots, _rows(headers), parts, strict=False):
             np.copyto(header, slot[:SLOT_HEADER_NBYTES])
-            digest, at = xxhash.xxh3_64(), SLOT_HEADER_NBYTES
-            for step in _steps(part):
-                np.copyto(_array_of(step), slot[at : at + len(step)])
-                digest.update(step)
-                at += len(step)
-            checksums.append(digest.intdigest())
+            np.copyto(_array_of(part), slot[SLOT_HEADER_NBYTES:])
+            checksums.append(xxhash.xxh3_64_intdigest(part))
         return checksums
-
-    # ---- writing ---------------------------------------------------------------------------------
-
-    def _write_at_once(self, file: File, headers: Headers, parts: Sequence[memoryview]) -> None:
-        try:
-            self.slab.write(file, _interleaved(headers, parts), self.offset, self.nbytes)
-        except OSError as error:
-            if not _is_refused(file, error):
-                raise
-            packed = _scratch.slots(self.count, self.slab.slot_nbytes)
-            _pack(packed, headers, parts)
-            self.slab.write(file, [packed.data], self.offset, packed.size)
-
-    def _write_by_steps(self, file: File, number: int, part: memoryview) -> int:
-        """Write a payload into the page cache; its checksum."""
-        digest, at = xxhash.xxh3_64(), self._slot(number) + SLOT_HEADER_NBYTES
-        for step in _steps(part):
-            digest.update(step)
-            self.slab.write(file, [step], at, len(step))
-            at += len(step)
-        return digest.intdigest()
 
 
 class _Scratch(threading.local):
     """Aligned memory of each thread's own, kept between calls."""
 
     def __init__(self) -> None:
-        self._headers = new_headers(MAX_SLOTS)
         self._bytes = aligned_bytes(0)
-
-    def headers(self, count: int) -> Headers:
-        return self._headers[:count]
 
     def slots(self, count: int, slot_nbytes: int) -> npt.NDArray[np.uint8]:
         """`uint8[count, slot_nbytes]`."""
@@ -229,10 +183,6 @@ _scratch = _Scratch()
 def _rows(headers: Headers) -> npt.NDArray[np.uint8]:
     """`uint8[n, 4096]`, the same bytes."""
     return headers.view(np.uint8).reshape(len(headers), SLOT_HEADER_NBYTES)
-
-
-def _steps(part: memoryview) -> list[memoryview]:
-    return [part[start : start + _STEP_NBYTES] for start in range(0, len(part), _STEP_NBYTES)]
 
 
 def _interleaved(headers: Headers, parts: Sequence[memoryview]) -> list[Buffer]:

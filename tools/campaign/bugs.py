@@ -19,7 +19,7 @@ import tieredkv.room
 import tieredkv.table.checkpoint
 import tieredkv.table.journal
 import tieredkv.tier.lmdb_store
-import tieredkv.tier.slab_piece
+import tieredkv.tier.slab
 import tieredkv.wal.format
 import tieredkv.wal.reader
 from tieredkv.block.identity import Identity
@@ -136,7 +136,7 @@ def _bug_5(patch: Patch) -> None:
         )
         return [Verdict.OK if good else Verdict.CORRUPT for good in sound.tolist()]
 
-    patch.set(tieredkv.tier.slab_piece, "judge", trusting)
+    patch.set(tieredkv.tier.slab, "judge", trusting)
     patch.set(tieredkv.tier.lmdb_store, "judge", trusting)
 
 
@@ -379,10 +379,10 @@ def _bug_30(patch: Patch) -> None:
 def _bug_31(patch: Patch) -> None:
     read = Piece.read
 
-    def raising(self: Any, expected: Any, into: Any) -> Any:
-        verdicts = read(self, expected, into)
-        if Verdict.UNREADABLE in verdicts:
+    def raising(self: Any, headers: Any, into: Any) -> Any:
+        checksums = read(self, headers, into)
+        if None in checksums:
             raise OSError("unreadable")
-        return verdicts
+        return checksums
 
     patch.set(Piece, "read", raising)
