@@ -21,7 +21,7 @@ ROWS = r"""
     block: layout anchors hashing identity
     speeds
     policy: base lru arc registry
-    tier: base arena stream tensor workers slab_format slab_file slab_piece slab lmdb_store
+    tier: base arena workers copier stream tensor slab_format slab_file slab_piece slab lmdb_store
     wal: records format reader writer
     table: key_index column snapshot block_table catalog state checkpoint journal recovery salvage trace
     audit: report sessions kept_log timeline history follow crash repair rescue

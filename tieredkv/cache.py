@@ -40,6 +40,7 @@ from .table.catalog import NamespaceRow, SessionRow
 from .table.key_index import Rows
 from .table.state import State
 from .tier.arena import Arena
+from .tier.copier import Copier
 from .tier.slab_format import SLOT_HEADER_NBYTES
 from .tier.stream import CopyStream, stream_for
 from .tier.tensor import TensorTier
@@ -113,7 +114,8 @@ class TieredCache:
         self._state = State()
         self._table = self._state.table
         self.pace = Pace()
-        self._stream = stream or stream_for(self._sizes.device)
+        self._copier = Copier()
+        self._stream = stream or stream_for(self._sizes.device, self._copier)
         self._memories: dict[Tier, TensorTier] = {}
         self._residents: dict[Tier, Residency] = {}
         self._spaces: dict[bytes, Namespace] = {}
@@ -319,7 +321,7 @@ class TieredCache:
             spiller=self._spiller, eager=self.config.spill == "eager", pace=self.pace, counters=self._counters,
             deadline_s=self.deadline_s, drop_failed=self._drop_failed, drop_stranded=self._room.drop_stranded,
             look_again=self._room.look_again,
-            identity_differences=self._identity_differences, check_open=self.check_open,
+            identity_differences=self._identity_differences, copy=self._copier.copy, check_open=self.check_open,
         )  # fmt: skip
 
     def _layout_of(self, row: int) -> BlockLayout:
@@ -592,6 +594,7 @@ class TieredCache:
             if not self._table.uses.any():  # else the memory goes with the last call that uses it
                 for memory in self._memories.values():
                     memory.close()
+        self._copier.close()
         return flushed
 
 

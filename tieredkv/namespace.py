@@ -27,6 +27,7 @@ from .spiller import Cause, Spiller, Spilling
 from .table.block_table import BlockTable
 from .table.catalog import NamespaceRow
 from .table.key_index import Rows
+from .tier.copier import Pair
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Core:
     drop_stranded: Callable[[Sequence[int]], object]
     look_again: Callable[[], None]
     identity_differences: Callable[[NamespaceRow], list[str]]
+    copy: Callable[[Sequence[Pair]], None]
     check_open: Callable[[], None]
 
 
@@ -212,6 +214,7 @@ class Namespace:
             reason,
             detail,
             lambda: self._unpin(held),
+            self._core.copy,
         )
 
     def _bring_up(self, rows: Rows, until: float) -> tuple[list[list[Segment]], list[Failure]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .block.layout import BlockLayout, TensorSpec
 from .errors import BadInput, Closed
 from .outcomes import Reason
-from .tier.stream import copy_values
+from .tier.copier import Pair
 
 Segment = tuple[int, torch.Tensor]
 """First block, and the parts of consecutive blocks as uint8 `[n, part_nbytes]`."""
@@ -34,6 +34,7 @@ class Prefix:
         reason: Reason,
         detail: str,
         release: Callable[[], None],
+        copy: Callable[[Sequence[Pair]], None],
     ) -> None:
         self.layout = layout
         self.num_tokens = num_tokens
@@ -42,6 +43,7 @@ class Prefix:
         self.detail = detail
         self._segments = segments
         self._release: Callable[[], None] | None = release
+        self._copy = copy
 
     def __enter__(self) -> Prefix:
         return self
@@ -113,37 +115,35 @@ class Prefix:
         self._check_open()
         for (layer, name), out in outs.items():
             self._check_out(layer, name, out)
+        pairs: list[Pair] = []
         for group, segments in enumerate(self._segments):
             wanted = [t for t in self.layout.groups[group].tensors if (t.layer, t.name) in outs]
             if not wanted:
                 continue
             start = self._first_token(group) // self.layout.block_size
             for first_block, parts in segments:
-                views = self.layout.views(parts, group)
+                views, is_last = self.layout.views(parts, group), parts is segments[-1][1]
                 for spec in wanted:
-                    self._place(spec, views[spec.layer, spec.name], first_block - start, outs)
+                    if spec.token_axis is None and not is_last:
+                        continue  # a state is that of the last block, and copies have no order
+                    out, view = outs[spec.layer, spec.name], views[spec.layer, spec.name]
+                    pairs += self._placed(spec, view, first_block - start, out)
+        self._copy(pairs)
 
-    def _place(
-        self, spec: TensorSpec, view: torch.Tensor, at: int, outs: Mapping[tuple[int, str], torch.Tensor]
-    ) -> None:
-        """Copy blocks `[n, *block_shape]`, the first of them the `at`-th of the whole, to where they belong."""
-        out, axis, size, count = (
-            outs[spec.layer, spec.name],
-            spec.token_axis,
-            self.layout.block_size,
-            len(view),
-        )
+    def _placed(self, spec: TensorSpec, view: torch.Tensor, at: int, out: torch.Tensor) -> Iterator[Pair]:
+        """Where blocks `[n, *block_shape]`, the first of them the `at`-th of the whole, belong in `out`."""
+        axis, size, count = spec.token_axis, self.layout.block_size, len(view)
         if axis is None:
-            copy_values(out, view[-1])
+            yield out, view[-1]
         elif spec.stride <= size:
             rows = size // spec.stride
             target = out.narrow(axis, at * rows, count * rows)
-            copy_values(target.unflatten(axis, (count, rows)).movedim(axis, 0), view)
+            yield target.unflatten(axis, (count, rows)).movedim(axis, 0), view
         else:  # a row of many blocks lies in the last of them
             every = spec.stride // size
             due = view[-(at + 1) % every :: every]
             if len(due):
-                copy_values(out.narrow(axis, at // every, len(due)).movedim(axis, 0), due.squeeze(axis + 1))
+                yield out.narrow(axis, at // every, len(due)).movedim(axis, 0), due.squeeze(axis + 1)
 
     def _check_open(self) -> None:
         if self._release is None:

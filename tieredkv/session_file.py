@@ -32,6 +32,7 @@ from .prefix import Prefix
 from .span import Span
 from .system import File, Fs, OsFs
 from .table.catalog import SessionRow, Turn
+from .tier.copier import copy_alone
 
 _MAGIC, _VERSION = b"tkvsess1", 1
 _HEAD = struct.Struct("<8sI4xQ16s")
@@ -200,7 +201,7 @@ def _session(path: str, values: Mapping[str, Any], parts: torch.Tensor, layout: 
         anchors=tuple(values["anchors"]),
         meta=dict(values["meta"]),
         priority=int(values["priority"]),
-        prefix=Prefix(layout, end, segments, {}, Reason.COMPLETE, "", lambda: None),
+        prefix=Prefix(layout, end, segments, {}, Reason.COMPLETE, "", lambda: None, copy_alone),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tieredkv.tier.stream import HostStream, copy_values
+from tieredkv.tier.copier import Copier, copy_alone
+from tieredkv.tier.stream import HostStream
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -18,14 +19,14 @@ def test_a_copy_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
     )
     src = bits.view(dtype).transpose(0, 1)
     dst = torch.zeros(4, 9, 8, 16, dtype=dtype)[:, 2:8]
-    HostStream().copy(dst, src)
+    HostStream(Copier()).copy(dst, src)
     assert torch.equal(dst.contiguous().view(torch.uint8), src.contiguous().view(torch.uint8))
 
 
 def test_a_copy_takes_tensors_with_gradients_and_other_shapes_are_refused() -> None:
     src = torch.ones(3, 5, requires_grad=True)
     dst = torch.zeros(3, 5)
-    copy_values(dst, src)
+    copy_alone([(dst, src)])
     assert dst.sum() == 15
     with pytest.raises(ValueError, match="broadcast"):
-        copy_values(torch.zeros(3, 4), src)
+        copy_alone([(torch.zeros(3, 4), src)])

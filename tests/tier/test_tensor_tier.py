@@ -9,6 +9,7 @@ import torch
 
 from tieredkv.errors import BadConfig
 from tieredkv.testing.fake_device import LateStream, is_poisoned, poison
+from tieredkv.tier.copier import Copier
 from tieredkv.tier.stream import CopyStream, HostStream, stream_for
 from tieredkv.tier.tensor import TensorTier, copy_slots
 from tieredkv.units import GiB, MiB
@@ -24,7 +25,7 @@ def make(name: str = "host", num_pages: int = 64, stream: CopyStream | None = No
         min_chunk_nbytes=4 * PAGE,
         device=CPU,
         pinned=False,
-        stream=stream or HostStream(),
+        stream=stream or HostStream(Copier()),
     )
 
 
@@ -69,7 +70,7 @@ def test_a_run_over_a_chunk_tail_is_a_programming_error() -> None:
 
 def test_a_large_budget_costs_no_memory_before_use() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tier = TensorTier("host", 4 * GiB, device=CPU, pinned=False, stream=HostStream())
+    tier = TensorTier("host", 4 * GiB, device=CPU, pinned=False, stream=HostStream(Copier()))
     slot = int(tier.arena.allocate(64 * PAGE, 1)[0])
     tier.parts(64 * PAGE, slot, 1).fill_(1)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -89,13 +90,13 @@ def test_a_view_outlives_close() -> None:
 
 def test_memory_that_cannot_be_had_names_the_tier() -> None:
     with pytest.raises(BadConfig, match="host tier"):
-        TensorTier("host", 1 << 60, device=CPU, pinned=False, stream=HostStream())
+        TensorTier("host", 1 << 60, device=CPU, pinned=False, stream=HostStream(Copier()))
 
 
 def test_pinning_without_cuda_is_refused_and_said() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")
-    tier = TensorTier("host", MiB, device=CPU, pinned=True, stream=HostStream())
+    tier = TensorTier("host", MiB, device=CPU, pinned=True, stream=HostStream(Copier()))
     assert not tier.pinned and tier.pin_refusal == "CUDA is not available"
     tier.close()
 
@@ -112,7 +113,7 @@ def test_a_forked_child_lives_and_dies_without_the_memory() -> None:
 
 
 def test_host_stream_copies_at_once() -> None:
-    stream = stream_for(CPU)
+    stream = stream_for(CPU, Copier())
     dst, src = torch.zeros(8), torch.arange(8.0)
     stream.after_current()
     stream.copy(dst, src)
@@ -165,7 +166,7 @@ def test_a_thread_completes_copies_after_seeded_delays() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_cuda_copies_wait_for_the_producer_and_hold_up_the_reader() -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
-    stream = stream_for(cuda)
+    stream = stream_for(cuda, Copier())
     device = TensorTier("device", 64 * MiB, device=cuda, pinned=False, stream=stream)
     host = TensorTier("host", 64 * MiB, device=CPU, pinned=True, stream=stream)
     assert host.pinned and not device.host_addressable
@@ -205,7 +206,7 @@ def test_a_forked_child_keeps_its_own_memory_when_an_inherited_tier_goes() -> No
 
 
 def make_tier_for_fork() -> TensorTier:
-    tier = TensorTier("host", 1 << 22, device=torch.device("cpu"), pinned=False, stream=HostStream())
+    tier = TensorTier("host", 1 << 22, device=torch.device("cpu"), pinned=False, stream=HostStream(Copier()))
     tier.arena.allocate(4096, 1)
     return tier
 
@@ -218,7 +219,7 @@ def test_slots_are_copied_in_runs_that_are_runs_in_both_tiers() -> None:
             self.num_copies += 1
             super().copy(dst, src)
 
-    stream = Counting()
+    stream = Counting(Copier())
     one, other = make("device"), make("host")
     slots = one.arena.allocate(PAGE, 8)
     places = other.arena.allocate(PAGE, 16)[[0, 1, 2, 5, 6, 7, 8, 15]]

@@ -16,25 +16,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-import numpy as np
 import torch
 
-_CPU = torch.device("cpu")
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""A dtype of each size that numpy has too."""
-
-
-def copy_values(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """`dst.copy_(src)` of equal shapes and dtypes; between CPU tensors by this thread alone.
-
-    torch would share a large copy out to its threads, and wait for the last of them: milliseconds, as soon as
-    another program runs.
-    """
-    if dst.device == src.device == _CPU and dst.itemsize in _WORDS:
-        word = _WORDS[dst.itemsize]
-        np.copyto(dst.detach().view(word).numpy(), src.detach().view(word).numpy())
-    else:
-        dst.copy_(src)
+from .copier import Copier
 
 
 class Ticket(Protocol):
@@ -82,8 +66,11 @@ class HostStream:
 
     _ticket = _Done()
 
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        copy_values(dst, src)
+        self._copier.copy([(dst, src)])
 
     def after_current(self) -> None:
         """Nothing to do: work on the CPU is done when it returns."""
@@ -138,6 +125,6 @@ class _CudaTicket:
         return True
 
 
-def stream_for(device: torch.device) -> CopyStream:
+def stream_for(device: torch.device, copier: Copier) -> CopyStream:
     """The stream that serves copies to and from `device`."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
+    return CudaStream(device) if device.type == "cuda" else HostStream(copier)

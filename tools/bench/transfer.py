@@ -11,7 +11,7 @@ import torch
 
 import tieredkv
 from tieredkv import Config
-from tieredkv.tier.stream import copy_values
+from tieredkv.tier.copier import copy_alone
 from tieredkv.units import GiB, KiB, MiB
 
 from . import workload
@@ -157,10 +157,10 @@ def bookkeeping(say: Say, path: str, rounds: int, num_blocks: int) -> dict[str, 
 
 
 def copy_in_s(of: Size, pool: torch.Tensor, kv: Any) -> float:
-    """Seconds of the one copy that `store` makes of a prompt, by the same thread and call, into `pool` of parts."""
+    """Seconds of the one copy that `store` makes of a prompt, by one thread, into `pool` of parts."""
     began = time.perf_counter()
     for target, tensor in zip(of.layout().views(pool, 0).values(), kv[0], strict=True):
-        copy_values(target, tensor.unflatten(1, (of.num_parts, BLOCK_SIZE)).movedim(1, 0))
+        copy_alone([(target, tensor.unflatten(1, (of.num_parts, BLOCK_SIZE)).movedim(1, 0))])
     return time.perf_counter() - began
 
 
