@@ -297,8 +297,8 @@ class Namespace:
         if self._core.spiller is not None:
             body, size = ids.astype("<i4").tobytes(), 4 * self.layout.block_size
             new = np.flatnonzero(missing.any(axis=0))
-            for row, block in zip(rows[new].tolist(), new.tolist(), strict=True):
-                self._core.table.tokens[row] = body[block * size : (block + 1) * size]
+            ids_of = [body[at : at + size] for at in (new * size).tolist()]
+            self._core.table.tokens.update(zip(rows[new].tolist(), ids_of, strict=True))
 
     def _missing(
         self, rows: Rows, covered: npt.NDArray[np.bool_], boundaries: Sequence[int]
