@@ -12,7 +12,7 @@ from tieredkv import TOKENS, BlockLayout, Identity, LayerGroup, TensorSpec
 
 Tokens = npt.NDArray[np.int32]
 
-IDENTITY = Identity(weights="bench")
+IDENTITY, OTHER_IDENTITY = Identity(weights="bench"), Identity(weights="other")
 
 
 def layout(part_nbytes: int, block_size: int = 32, window: int = 0) -> BlockLayout:
