@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 import time
 from pathlib import Path
 
@@ -225,6 +226,7 @@ def test_only_the_new_blocks_need_tensors(tmp_path: Path) -> None:
         other = prompt(4, 640)
         stored = space.store(other, hole)
         assert (stored.num_new, stored.num_present, stored.num_refused) == (0, 0, 40)
+        assert stored.reason is Reason.NOT_GIVEN
         assert space.lookup(other).num_tokens == 0
         kv.check()
 
@@ -543,6 +545,31 @@ def test_a_part_larger_than_a_chunk_of_the_disk_comes_back(tmp_path: Path, disk_
     with opened(tmp_path, **config) as kv:
         space = kv.namespace(IDENTITY, large)
         assert load_checked(space, prompt(0, 4 * SIZE))[0] == 3 * SIZE
+
+
+def test_no_call_copies_a_column_of_the_table(tmp_path: Path, policy: str) -> None:
+    """A million blocks are an ordinary size: what a call costs must not grow with it."""
+    num_rows = 1 << 20
+    with opened(tmp_path, policy=policy) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        with kv._lock:
+            kv._table._reserve(num_rows)
+        for seed in range(6):  # as many as evict from the device and from the host
+            store(space, prompt(seed))
+        assert kv.flush(60).ok
+        tracemalloc.start()
+        try:
+            for seed in (6, 7):
+                assert store(space, prompt(seed)).wait(60)
+            for seed in range(8):
+                assert space.lookup(prompt(seed)).num_tokens == 320
+                assert load_checked(space, prompt(seed)) == (320, Reason.COMPLETE)
+            assert kv.flush(60).ok
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        kv.check()
+    assert peak < 4 * num_rows, f"{peak:,} bytes for a table of {num_rows:,} rows"
 
 
 def test_closing_gives_everything_back(tmp_path: Path) -> None:

@@ -66,9 +66,11 @@ def test_a_block_size_becomes_a_plain_int() -> None:
     assert type(Config(block_size=np.int64(64)).block_size) is int  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", ["policy", "spill", "durability", "disk", "disk_io", "on_unusable"])
+@pytest.mark.parametrize(
+    "field", ["policy", "spill", "durability", "disk", "disk_io", "on_unusable", "trace", "strict"]
+)
 @pytest.mark.parametrize("value", [[], None, 3])
-def test_a_choice_is_a_name(field: str, value: Any) -> None:
+def test_a_choice_is_one_of_those_there_are(field: str, value: Any) -> None:
     with pytest.raises(BadConfig, match=rf"{field}="):
         Config(**{field: value})
 
@@ -94,3 +96,9 @@ def test_open_wants_a_config(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"config.*dict.*Config\(\*\*"):
         tieredkv.open(tmp_path / "kv", {"host_nbytes": 0})  # type: ignore[arg-type]
     assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("field", ["trace", "strict"])
+def test_a_word_is_no_yes(field: str) -> None:
+    with pytest.raises(BadConfig, match=rf"{field}='no'.*True, False"):
+        Config(**{field: "no"})  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "disk": ("slab", "lmdb"),
     "disk_io": ("direct", "buffered", "mmap"),
     "on_unusable": ("raise", "memory"),
+    "trace": (True, False),
+    "strict": (True, False),
 }
 _MOST = {  # what a thread can wait
     "commit_interval_ms": threading.TIMEOUT_MAX * 1e3,

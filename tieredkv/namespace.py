@@ -19,7 +19,7 @@ from .errors import BadInput, Closed
 from .mover import Failure, Mover
 from .outcomes import Counters, Lookup, Reason, Stored, Tier
 from .pace import Pace
-from .plan import is_restorable
+from .plan import restorable
 from .prefix import Prefix, Segment
 from .residency import Residency
 from .span import GroupKV, LayerKV, spans_by_group
@@ -289,7 +289,7 @@ class Namespace:
         try:
             taken = core.mover.store(self.layout, rows, missing, spans, time.monotonic() + core.deadline_s)
         finally:
-            stored = self._stored(rows, missing, min(taken, num_storable), len(digests), boundaries)
+            stored = self._stored(rows, missing, taken, num_storable, len(digests), boundaries)
         return stored
 
     def _remember_tokens(self, ids: Tokens, rows: Rows, missing: npt.NDArray[np.bool_]) -> None:
@@ -322,12 +322,13 @@ class Namespace:
         rows: Rows,
         missing: npt.NDArray[np.bool_],
         taken: int,
+        num_storable: int,
         num_blocks: int,
         boundaries: Sequence[int],
     ) -> Stored:
         core = self._core
         with core.lock:
-            taken = min(taken, self._whole(rows))
+            taken = min(taken, num_storable, self._whole(rows))
             missing[:, taken:] = False
             new = rows[missing.any(axis=0)]
             for resident in core.residents.values():
@@ -356,15 +357,17 @@ class Namespace:
         reason = Reason.COMPLETE
         if refused:
             core.counters.add("refused_blocks", refused)
-            reason = Reason.KEY_TAKEN if len(rows) < num_blocks else Reason.NO_SPACE
+            if taken == len(rows):
+                reason = Reason.KEY_TAKEN
+            else:
+                reason = Reason.NOT_GIVEN if taken == num_storable else Reason.NO_SPACE
         return Stored(num_new, taken - num_new, refused, reason, wait=wait)
 
     def _drop_broken(self, rows: Rows, boundaries: Sequence[int]) -> None:
         """Where room for one part of an anchor was found by evicting another, what led to it goes (lock held)."""
-        ends = [int(rows[boundary - 1]) for boundary in boundaries if 0 < boundary <= len(rows)]
-        self._core.drop_stranded(
-            [end for end in ends if not is_restorable(self._core.table, self.layout, end)]
-        )
+        ends = rows[[boundary - 1 for boundary in boundaries if 0 < boundary <= len(rows)]]
+        broken = ends[~restorable(self._core.table, self.layout, ends)]
+        self._core.drop_stranded(broken.tolist())
 
     def _whole(self, rows: Rows) -> int:
         """How many blocks from the head have their full part: some may have left meanwhile (lock held)."""

@@ -34,6 +34,7 @@ class Reason(str, Enum):
     DIVERGED = "diverged"
     TOO_SHORT = "shorter than one block and one token"
     NO_SPACE = "no space"
+    NOT_GIVEN = "its tensors were not given"
     KEY_TAKEN = "key held by another digest"
     RECOMPUTED = "sooner computed than loaded"
     WANTED_WHOLE = "an argument reads the whole prompt"

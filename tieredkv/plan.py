@@ -90,7 +90,7 @@ def num_leaving_whole(
     whole = ~held(table, rows) & ~gone[rows] & (table.namespace[rows] == table.namespace[rows[0]])
     windows = np.flatnonzero(layout.num_window_blocks)
     if windows.size:
-        loose = np.flatnonzero(table.slot[tier, windows][:, rows].max(axis=0) >= 0)
+        loose = np.flatnonzero(table.slot[tier][windows[:, None], rows].max(axis=0) >= 0)
         whole[loose] &= restorable(table, layout, rows[loose])
     order = np.argsort(rows)
     at, child = np.arange(len(rows)), table.first_child[rows]
@@ -144,7 +144,7 @@ def restorable(table: BlockTable, layout: BlockLayout, rows: Rows) -> Flags:
     for group, need in enumerate(layout.num_window_blocks):
         at, above = np.arange(len(rows)), rows
         for _ in range(need or 1):
-            good[at[table.slot[:, group].take(above, axis=1).max(axis=0) < 0]] = False
+            good[at[table.slot[:, group, above].max(axis=0) < 0]] = False
             above = table.parent[above]
             at, above = at[above >= 0], above[above >= 0]
             if not at.size:
@@ -197,7 +197,7 @@ def _cut_off(table: BlockTable, layout_of: Callable[[int], BlockLayout], rows: S
         mine = each[table.namespace[each] == number]
         full = layout_of(int(mine[0])).full_group
         if full is not None:
-            found.update(mine[table.slot[:, full].take(mine, axis=1).max(axis=0) < 0].tolist())
+            found.update(mine[table.slot[:, full, mine].max(axis=0) < 0].tolist())
     return found
 
 
@@ -220,6 +220,6 @@ def first_gap(table: BlockTable, layout: BlockLayout, row: int) -> int:
 
 def last_copies(table: BlockTable, tier: Tier, parts: Parts) -> Flags:
     """Which of these parts lie in `tier` or nowhere."""
-    others = [t for t in Tier if t != tier]
-    last: Flags = table.slot[others][:, parts.groups, parts.rows].max(axis=0) < 0
+    others = np.array([t for t in Tier if t != tier])[:, None]
+    last: Flags = table.slot[others, parts.groups, parts.rows].max(axis=0) < 0
     return last

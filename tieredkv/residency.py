@@ -56,7 +56,7 @@ class Residency:
 
     def parts_of(self, rows: Rows) -> Parts:
         """Every part of these blocks that lies here, block by block."""
-        at, groups = np.nonzero(self.table.slot[self.tier].take(rows, axis=1).T >= 0)
+        at, groups = np.nonzero(self.table.slot[self.tier][:, rows].T >= 0)
         return Parts(rows[at], groups)
 
     def strides_of(self, parts: Parts) -> npt.NDArray[np.int64]:
@@ -71,7 +71,7 @@ class Residency:
 
     def nbytes_of(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Bytes of each block's slots here."""
-        here = self.table.slot[self.tier].take(rows, axis=1) >= 0
+        here = self.table.slot[self.tier][:, rows] >= 0
         namespaces = self.table.namespace[rows]
         total = np.zeros(len(rows), dtype=np.int64)
         for namespace in np.unique(namespaces).tolist():
@@ -148,7 +148,7 @@ class Residency:
         self.policy.reorder(self._here(rows)[::-1])
 
     def _here(self, rows: Rows) -> Rows:
-        here: Rows = rows[self.table.slot[self.tier].take(rows, axis=1).max(axis=0) >= 0]
+        here: Rows = rows[self.table.slot[self.tier][:, rows].max(axis=0) >= 0]
         return here
 
     def victims(self, nbytes: int, incoming: Rows) -> Rows:

@@ -236,7 +236,7 @@ class Spiller:
         """Blocks that stay in memory when these parts leave the disk take their token ids back from the headers."""
         table, known = self._table, self._table.tokens
         with self._lock:
-            stays = (table.slot[: Tier.DISK].take(parts.rows, axis=2) >= 0).any(axis=(0, 1))
+            stays = (table.slot[: Tier.DISK, :, parts.rows] >= 0).any(axis=(0, 1))
             lacks = np.array([row not in known for row in parts.rows.tolist()], dtype=np.bool_)
             parts = parts[stays & lacks]
             parts = parts[np.unique(parts.rows, return_index=True)[1]]

@@ -130,15 +130,15 @@ class BlockTable:
 
     def present(self, rows: Rows, num_groups: int) -> npt.NDArray[np.bool_]:
         """Which parts are there in any tier, and stay: bool `[num_groups, len(rows)]`; row -1 has none."""
-        above: npt.NDArray[np.bool_] = self.slot[: Tier.DISK, :num_groups].take(rows, axis=2).max(axis=0) >= 0
+        above: npt.NDArray[np.bool_] = self.slot[: Tier.DISK, :num_groups, rows].max(axis=0) >= 0
         there: npt.NDArray[np.bool_] = above | self.on_disk(rows)[:num_groups]
         there &= rows >= 0
         return there
 
     def on_disk(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which parts DISK holds and no queued drop takes away: bool `[num_groups, len(rows)]`."""
-        held: npt.NDArray[np.bool_] = self.slot[Tier.DISK].take(rows, axis=1) >= 0
-        return held & ~self.leaving.take(rows, axis=1)
+        held: npt.NDArray[np.bool_] = self.slot[Tier.DISK][:, rows] >= 0
+        return held & ~self.leaving[:, rows]
 
     def keys_of(self, rows: Rows) -> Sequence[bytes]:
         return keys_of(self.digest[rows])
@@ -285,9 +285,7 @@ class BlockTable:
         """Live rows without a part, that nobody pins, moves or uses."""
         idle = (self.pins[rows] == 0) & (self.moving[rows] == 0) & (self.uses[rows] == 0)
         idle &= self.namespace[rows] >= 0
-        nothing: npt.NDArray[np.bool_] = idle & (
-            self.slot.take(rows, axis=2).max(axis=(0, 1), initial=-1) < 0
-        )
+        nothing: npt.NDArray[np.bool_] = idle & (self.slot[:, :, rows].max(axis=(0, 1), initial=-1) < 0)
         return nothing
 
     # ---- the tree of chains --------------------------------------------------------------------

@@ -15,7 +15,10 @@ _AHEAD = 4
 
 
 class Column:
-    """`values` is the array, with its rows along `axis`; every new element is `empty`."""
+    """`values` is the array, with its rows along `axis`; every new element is `empty`.
+
+    It is no contiguous array, where `axis` is not the first: index it, for `take` would copy all of it first.
+    """
 
     def __init__(self, shape: tuple[int, ...], axis: int, dtype: npt.DTypeLike, empty: int) -> None:
         self.values: npt.NDArray[Any] = np.full(shape, empty, dtype=dtype)
