@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import threading
-import tracemalloc
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
