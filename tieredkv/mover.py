@@ -252,14 +252,12 @@ class Mover:
         assert self._store is not None, "a part on DISK without a disk tier"
         device, indices = self._memories[Tier.DEVICE], on_disk.tolist()
         direct = device.host_addressable
-        own = [i for i in indices if not direct or coming.targets[i] < 0]
+        has_slot = direct & (coming.targets[on_disk] >= 0)
+        own = on_disk[~has_slot].tolist()
         scratch = dict(zip(own, _aligned(len(own), part_nbytes), strict=True))
-        into = [
-            memoryview(scratch[i].numpy())
-            if i in scratch
-            else device.memory(part_nbytes, int(coming.targets[i]))
-            for i in indices
-        ]
+        slots = coming.targets[on_disk[has_slot]]
+        in_place = iter(device.memory(part_nbytes, slots) if len(slots) else ())
+        into = [memoryview(scratch[i].numpy()) if i in scratch else next(in_place) for i in indices]
         expected = self._expected(coming.rows[on_disk], group)
         late = self._late(part_nbytes, coming, indices)
         left_s = max(0.0, until - time.monotonic())

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -431,20 +431,24 @@ class Spiller:
                 headers["namespace"][numbers == number] = digest
             host, device = table.slot[Tier.HOST, groups, rows], table.slot[Tier.DEVICE, groups, rows]
             ids = [table.tokens.get(row, b"") for row in rows.tolist()]
-        for number, body in enumerate(ids):
-            headers["num_tokens"][number] = count = len(body) // 4
-            headers["tokens"][number, :count] = np.frombuffer(body, dtype="<i4")
-        sources = [
-            (Tier.HOST, there) if there >= 0 else (Tier.DEVICE, here)
-            for there, here in zip(host.tolist(), device.tolist(), strict=True)
-        ]
-        return headers, [self._readable(part_nbytes, tier, slot) for tier, slot in sources]
+        counts = np.array([len(body) // 4 for body in ids])
+        headers["num_tokens"] = counts
+        for count in set(counts.tolist()):
+            mine = np.flatnonzero(counts == count)
+            joined = b"".join([ids[number] for number in mine.tolist()])
+            headers["tokens"][mine, :count] = np.frombuffer(joined, dtype="<i4").reshape(len(mine), count)
+        from_host = self._readable(part_nbytes, Tier.HOST, host[host >= 0])
+        from_device = self._readable(part_nbytes, Tier.DEVICE, device[host < 0])
+        return headers, [next(from_host if there else from_device) for there in (host >= 0).tolist()]
 
-    def _readable(self, part_nbytes: int, tier: Tier, slot: int) -> memoryview:
-        memory = self._memories[tier]
+    def _readable(self, part_nbytes: int, tier: Tier, slots: Slots) -> Iterator[memoryview]:
+        """The bytes of each slot."""
+        memory = self._memories.get(tier)
+        if memory is None or not len(slots):
+            return iter(())
         if memory.host_addressable:
-            return memory.memory(part_nbytes, slot)
-        return memory.parts(part_nbytes, slot, 1).cpu().numpy().reshape(-1).data
+            return iter(memory.memory(part_nbytes, slots.astype(np.int64)))
+        return (memory.parts(part_nbytes, slot, 1).cpu().numpy().reshape(-1).data for slot in slots.tolist())
 
     def _log_put(
         self,

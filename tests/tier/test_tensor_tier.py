@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,8 +38,8 @@ def test_tensor_and_memory_views_of_a_run_are_the_same_bytes(name: str) -> None:
     parts = tier.parts(2 * PAGE, first, count)
     assert parts.shape == (5, 2 * PAGE) and parts.data_ptr() == tier.buffer.data_ptr() + offset
     parts[3].fill_(7)
-    assert bytes(tier.memory(2 * PAGE, int(slots[3]))) == b"\x07" * 2 * PAGE
-    tier.memory(2 * PAGE, int(slots[4]))[:3] = b"abc"
+    assert bytes(tier.memory(2 * PAGE, slots[3:4])[0]) == b"\x07" * 2 * PAGE
+    tier.memory(2 * PAGE, slots[4:5])[0][:3] = b"abc"
     assert parts[4, :3].tolist() == list(b"abc")
     assert tier.run_memory(2 * PAGE, first, count).nbytes == 10 * PAGE
     assert tier.buffer.data_ptr() % PAGE == 0
@@ -178,7 +179,7 @@ def test_cuda_copies_wait_for_the_producer_and_hold_up_the_reader() -> None:
     stream.copy(host.parts(part, down, 1), device.parts(part, up, 1))
     ticket = stream.ticket()
     assert not ticket.done() and not ticket.wait(1e-4) and ticket.wait(10.0)
-    assert bytes(host.memory(part, down)) == b"\x2a" * part
+    assert bytes(host.memory(part, np.array([down]))[0]) == b"\x2a" * part
     host.parts(part, down, 1).fill_(7)
     stream.copy(device.parts(part, up, 1), host.parts(part, down, 1))
     stream.before_current(stream.ticket())
@@ -199,7 +200,7 @@ def test_a_forked_child_keeps_its_own_memory_when_an_inherited_tier_goes() -> No
         inherited.clear()
         gc.collect()
         for tier in own:
-            tier.memory(4096, 0)[:] = b"x" * 4096
+            tier.memory(4096, np.array([0]))[0][:] = b"x" * 4096
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     assert status == 0, f"the child ended with status {status}"

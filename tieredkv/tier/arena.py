@@ -67,8 +67,13 @@ class Geometry:
         return self.slots_per_chunk(stride_nbytes) * stride_nbytes if self.packed else self.chunk_nbytes
 
     def offset(self, stride_nbytes: int, slot: int) -> int:
-        chunk, index = divmod(slot, self.slots_per_chunk(stride_nbytes))
-        return chunk * self.chunk_span(stride_nbytes) + index * stride_nbytes
+        return int(self.offsets(stride_nbytes, np.array(slot)))
+
+    def offsets(self, stride_nbytes: int, slots: Slots) -> npt.NDArray[np.int64]:
+        """The byte at which each slot begins."""
+        chunks, indices = np.divmod(slots, self.slots_per_chunk(stride_nbytes))
+        begins: npt.NDArray[np.int64] = chunks * self.chunk_span(stride_nbytes) + indices * stride_nbytes
+        return begins
 
     def runs(self, stride_nbytes: int, slots: npt.ArrayLike) -> list[tuple[int, int, int]]:
         """`(first slot, count, byte offset)` of each stretch of `slots`, in their order, lying end to end."""
@@ -81,7 +86,7 @@ class Geometry:
             breaks |= numbers[1:] % per_chunk == 0
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1, [numbers.size]))
         firsts = numbers[starts[:-1]]
-        offsets = firsts // per_chunk * span + firsts % per_chunk * stride_nbytes
+        offsets = self.offsets(stride_nbytes, firsts)
         return list(zip(firsts.tolist(), np.diff(starts).tolist(), offsets.tolist(), strict=True))
 
 

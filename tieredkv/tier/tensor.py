@@ -88,11 +88,12 @@ class TensorTier:
         offset = self._offset_of_run(part_nbytes, first_slot, count)
         return self.buffer[offset : offset + count * part_nbytes].view(count, part_nbytes)
 
-    def memory(self, part_nbytes: int, slot: int) -> memoryview:
-        """The bytes of one slot, writable, 4096-aligned. Only where `host_addressable`."""
-        assert self._bytes is not None, f"the {self.name} tier lies in {self.device} memory"
-        offset = self.arena.offset(part_nbytes, slot)
-        return self._bytes[offset : offset + part_nbytes]
+    def memory(self, part_nbytes: int, slots: Slots) -> list[memoryview]:
+        """The bytes of each slot, writable, 4096-aligned. Only where `host_addressable`."""
+        bytes_ = self._bytes
+        assert bytes_ is not None, f"the {self.name} tier lies in {self.device} memory"
+        offsets = self.arena.geometry.offsets(part_nbytes, slots).tolist()
+        return [bytes_[offset : offset + part_nbytes] for offset in offsets]
 
     def run_memory(self, part_nbytes: int, first_slot: int, count: int) -> memoryview:
         """The bytes of `count` slots that lie end to end."""
