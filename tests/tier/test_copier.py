@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,49 @@ def test_helpers_that_get_no_core_delay_nobody(copier: Copier) -> None:
     copier.copy(pairs)
     assert all(torch.equal(to, what) for to, what in pairs)
     held.set()
+    copier.close()
+
+
+def test_an_interrupted_copy_is_over_for_its_helpers_too(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a helper would write into memory that the caller has given to somebody else."""
+    caller, copy = threading.current_thread(), np.copyto
+    begun, raised, never = threading.Event(), threading.Event(), threading.Event()
+    running: list[int] = []
+
+    def slow(to: np.ndarray, what: np.ndarray) -> None:
+        if threading.current_thread() is caller:
+            assert begun.wait(60)
+            raised.set()
+            raise KeyboardInterrupt
+        running.append(1)
+        begun.set()
+        raised.wait(60)
+        never.wait(0.2)  # a piece takes its time
+        copy(to, what)
+        running.pop()
+
+    monkeypatch.setattr(copier_module.np, "copyto", slow)
+    with pytest.raises(KeyboardInterrupt):
+        copier.copy(pairs_of(1))
+    assert begun.is_set() and not running
+    copier.close()
+
+
+def test_what_a_helper_meets_is_told_to_the_caller(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, copy, met = threading.current_thread(), np.copyto, threading.Event()
+
+    def failing(to: np.ndarray, what: np.ndarray) -> None:
+        if threading.current_thread() is not caller:
+            met.set()
+            raise MemoryError("no memory for a buffer")
+        assert met.wait(60)
+        copy(to, what)
+
+    monkeypatch.setattr(copier_module.np, "copyto", failing)
+    with pytest.raises(MemoryError, match="for a buffer"):
+        copier.copy(pairs_of(1))
     copier.close()
 
 

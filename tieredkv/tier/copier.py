@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from itertools import count
 from typing import TypeAlias
 
 import numpy as np
@@ -53,7 +52,7 @@ class Copier:
     """
 
     def __init__(self) -> None:
-        self._num_helpers = min(_MAX_HELPERS, len(os.sched_getaffinity(0)) - 1)
+        self._num_helpers = min(_MAX_HELPERS, _num_cores() - 1)
         self._helpers = Workers("tieredkv-copy", self._num_helpers)
 
     def copy(self, pairs: Sequence[Pair]) -> None:
@@ -74,32 +73,53 @@ class Copier:
 
 
 class _Shared:
-    """One copy in pieces, each done by whoever takes its number."""
+    """One copy in pieces, each done by whoever takes it."""
 
     def __init__(self, pieces: Sequence[_Arrays]) -> None:
-        self._pieces = list(pieces)
-        self._numbers = count()
-        self._helped = threading.Semaphore(0)
+        self._left = list(pieces)[::-1]
+        self._changed = threading.Condition()
+        self._num_helping = 0
+        self._error: Exception | None = None
 
     def help(self) -> None:
         """Copy pieces as long as there are any."""
-        while (piece := self._take()) is not None:
-            np.copyto(*piece)
-            self._helped.release()
+        while (piece := self._take(helping=1)) is not None:
+            error = None
+            try:
+                np.copyto(*piece)
+            except Exception as raised:
+                error = raised
+            with self._changed:
+                self._error = self._error or error
+                self._num_helping -= 1
+                self._changed.notify_all()
 
     def run(self) -> None:
-        """Copy pieces as long as there are any, then wait for those that helpers took."""
-        others = len(self._pieces)
-        while (piece := self._take()) is not None:
-            np.copyto(*piece)
-            others -= 1
-        for _ in range(others):
-            self._helped.acquire()
-        self._pieces.clear()  # a helper that comes late must not keep the memory
+        """Copy pieces as long as there are any, then wait for those that helpers took.
 
-    def _take(self) -> _Arrays | None:
-        number = next(self._numbers)
-        return self._pieces[number] if number < len(self._pieces) else None
+        Also after an interrupt: the memory is the caller's to give away as soon as this is over.
+        """
+        try:
+            while (piece := self._take()) is not None:
+                np.copyto(*piece)
+        finally:
+            with self._changed:
+                self._left.clear()
+                self._changed.wait_for(lambda: not self._num_helping)
+        if self._error is not None:
+            raise self._error
+
+    def _take(self, helping: int = 0) -> _Arrays | None:
+        with self._changed:
+            if not self._left:
+                return None
+            self._num_helping += helping
+            return self._left.pop()
+
+
+def _num_cores() -> int:
+    """That this process may use; macOS tells of all alone."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_ours(pair: Pair) -> bool:
