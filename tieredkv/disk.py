@@ -238,7 +238,7 @@ def open_disk(
             segments=recovered.segments, checkpoints=[recovered.checkpoint],
             log_keep_nbytes=log_max_nbytes - 2 * segment_nbytes, log_max_nbytes=log_max_nbytes, counters=counters,
         )  # fmt: skip
-        trace = _trace(fs, path, config, state, trace_nbytes, lambda: journal.applied_lsn, counters)
+        trace = _trace(fs, path, config, state, lock, trace_nbytes, lambda: journal.applied_lsn, counters)
         resident.trace = trace
         disk = Disk(
             lock=lock, state=state, store=store, resident=resident, journal=journal, lock_file=lock_file,
@@ -310,13 +310,14 @@ def _trace(
     path: str,
     config: Config,
     state: State,
+    lock: threading.Condition,
     max_nbytes: int,
     lsn: Callable[[], int],
     counters: Counters,
 ) -> NoTrace:
     if not config.trace:
         return NO_TRACE
-    return Trace(fs, path, state.table, max_nbytes=max_nbytes, lsn=lsn, counters=counters)
+    return Trace(fs, path, state.table, lock=lock, max_nbytes=max_nbytes, lsn=lsn, counters=counters)
 
 
 def _forget(fs: Fs, path: str, trace: NoTrace) -> None:

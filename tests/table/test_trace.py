@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +53,33 @@ def test_it_tells_where_every_part_sat(tmp_path: Path) -> None:
     assert events >= {"open", "allocate", "touch", "promote", "demote", "spill", "evict"}
 
 
+def traced(path: Path, table: BlockTable, max_nbytes: int) -> Trace:
+    lock = threading.Condition(threading.RLock())
+    return Trace(
+        OsFs(), str(path), table, lock=lock, max_nbytes=max_nbytes, lsn=lambda: 7, counters=Counters()
+    )
+
+
+def test_an_event_names_whose_row_it_was_when_the_row_is_another_blocks_by_now(tmp_path: Path) -> None:
+    table, digests = BlockTable(), np.random.default_rng(1).integers(0, 256, (6, 32), dtype=np.uint8)
+    rows = table.register(1, digests[:3])
+    trace = traced(tmp_path, table, max_nbytes=1 << 20)
+    trace.note(Event.TOUCH, Tier.DEVICE, rows)
+    table.free_rows(rows)
+    assert set(table.register(1, digests[3:]).tolist()) == set(rows.tolist()), "the rows are given again"
+    rows[:] = 0
+    trace.start()
+    trace.close()
+    (records,) = read_trace(tmp_path)
+    touched = records[records["event"] == Event.TOUCH]
+    assert (touched["digest"] == digests[:3]).all()
+    assert (touched["parent"][1:] == digests[:2]).all() and not touched["parent"][0].any()
+
+
 def test_its_files_keep_their_bound(tmp_path: Path) -> None:
     table, bound = BlockTable(), 64 * 1024
     rows = table.register(1, np.random.default_rng(0).integers(0, 256, (200, 32), dtype=np.uint8))
-    trace = Trace(OsFs(), str(tmp_path), table, max_nbytes=bound, lsn=lambda: 7, counters=Counters())
+    trace = traced(tmp_path, table, max_nbytes=bound)
     trace.start()
     for _ in range(20):
         trace.note(Event.TOUCH, Tier.DEVICE, rows)

@@ -6,7 +6,7 @@ moves are facts of this process. Nobody but `apply` changes the durable part, li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,16 @@ def _blank_columns(num_groups: int) -> dict[str, Column]:
     }
 
 
+def _nobody_looks() -> None:
+    pass
+
+
 class BlockTable:
-    """Every block the cache knows, in rows; a free row has namespace -1."""
+    """Every block the cache knows, in rows; a free row has namespace -1.
+
+    Attributes:
+        before_rows_go: called before rows are given back: whoever noted a row looks up whose it is.
+    """
 
     digest: Digests
     slot: npt.NDArray[np.int32]
@@ -74,6 +82,7 @@ class BlockTable:
 
     def __init__(self, num_groups: int = 1) -> None:
         self.num_groups = num_groups
+        self.before_rows_go: Callable[[], None] = _nobody_looks
         self.clear()
 
     def clear(self) -> None:
@@ -228,6 +237,7 @@ class BlockTable:
         """Give back rows that have no part, no pin and no move; children that are left become orphans."""
         if not len(rows):
             return
+        self.before_rows_go()
         self._remember(rows)
         if self._snapshot is not None:
             below = [child for row in rows.tolist() for child in self.children(row)]

@@ -1,8 +1,9 @@
 """The advisory trace: every allocation, touch, promote, demote, spill and eviction, in files of its own.
 
 Never read by recovery and never synced: after a crash it may lack its end. Events are taken down with the
-metadata lock held, as arrays of digests; a thread of its own turns them into records and writes them. Where it
-cannot follow, or the disk does not take them, events are left out, and a LOST record says how many.
+metadata lock held, as arrays of rows; a thread of its own looks up whose rows they are, and writes that. Before
+a row is given back, the table has it looked up. Where the thread cannot follow, or the disk does not take them,
+events are left out, and a LOST record says how many.
 
     <store>/trace/0000000001.trace: a header of 64 bytes, then records (`RECORD_DTYPE`), 96 bytes each
 
@@ -35,10 +36,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..block.hashing import DIGEST_NBYTES, Digests
+from ..block.hashing import DIGEST_NBYTES
 from ..outcomes import Counters, Tier
 from ..system import Clock, File, Fs, OsFs, SystemClock
 from .block_table import BlockTable
+from .key_index import Rows
 from .recovery import TRACE
 
 HEADER_NBYTES = 64
@@ -52,6 +54,7 @@ _NAME = re.compile(r"(\d{10,15})\.trace")
 _DRAIN_S = 0.25
 _CLOSE_S = 5.0
 _MAX_QUEUED = 1 << 18
+_MAX_AT_ONCE = 1 << 10
 
 
 class Event(IntEnum):
@@ -92,16 +95,14 @@ class _Noted(NamedTuple):
     group: int | npt.NDArray[np.int64]
     time_s: float
     lsn: int
-    digests: Digests
-    parents: Digests
-    has_parent: npt.NDArray[np.bool_]
+    rows: Rows
 
 
 class NoTrace:
     """Takes nothing down: the default."""
 
     def note(
-        self, event: Event, tier: Tier, rows: Any, group: int | npt.NDArray[np.int64] = EVERY_GROUP
+        self, event: Event, tier: Tier, rows: Rows, group: int | npt.NDArray[np.int64] = EVERY_GROUP
     ) -> None:
         """Something happened to the parts of `rows` (metadata lock held)."""
 
@@ -128,6 +129,7 @@ class Trace(NoTrace):
 
     Args:
         path: the store's directory.
+        lock: the metadata lock.
         max_nbytes: of all its files.
         lsn: the last LSN applied.
     """
@@ -138,6 +140,7 @@ class Trace(NoTrace):
         path: str,
         table: BlockTable,
         *,
+        lock: threading.Condition,
         max_nbytes: int,
         lsn: Callable[[], int],
         counters: Counters,
@@ -146,12 +149,14 @@ class Trace(NoTrace):
         self._fs = fs
         self._dir = f"{path}/{TRACE}"
         self._table = table
+        self._lock = lock
         self._file_nbytes = max(HEADER_NBYTES + RECORD_DTYPE.itemsize, max_nbytes // NUM_FILES)
         self._max_nbytes = max_nbytes
         self._lsn = lsn
         self._counters = counters
         self._clock = clock or SystemClock()
-        self._queue: deque[_Noted] = deque()
+        self._noted: deque[_Noted] = deque()
+        self._records: deque[Records] = deque()  # of what was noted before that
         self._num_queued = 0
         self._num_lost = 0
         self._file: File | None = None
@@ -163,9 +168,8 @@ class Trace(NoTrace):
         self._closing = False
         with contextlib.suppress(OSError):
             self._find_files()
-        self._queue.append(
-            _Noted(Event.OPEN, Tier.DEVICE, EVERY_GROUP, self._clock.wall(), lsn(), *_one_blank())
-        )
+        self._records.append(_record(Event.OPEN, int(self._clock.wall() * 1e6), lsn()))
+        table.before_rows_go = self._look_up_all
         self._thread = threading.Thread(target=self._work, name="tieredkv-trace", daemon=True)
 
     def start(self) -> None:
@@ -176,7 +180,7 @@ class Trace(NoTrace):
         return sum(self._sizes.values())
 
     def note(
-        self, event: Event, tier: Tier, rows: Any, group: int | npt.NDArray[np.int64] = EVERY_GROUP
+        self, event: Event, tier: Tier, rows: Rows, group: int | npt.NDArray[np.int64] = EVERY_GROUP
     ) -> None:
         count = len(rows)
         if not count:
@@ -184,26 +188,15 @@ class Trace(NoTrace):
         if self._num_queued + count > _MAX_QUEUED:
             self._num_lost += count
             return
-        table = self._table
-        parents = table.parent.take(rows)
         self._num_queued += count
-        self._queue.append(
-            _Noted(
-                event,
-                tier,
-                group,
-                self._clock.wall(),
-                self._lsn(),
-                table.digest.take(rows, axis=0),
-                table.digest.take(parents, axis=0, mode="clip"),
-                parents >= 0,
-            )
-        )
+        self._noted.append(_Noted(event, tier, group, self._clock.wall(), self._lsn(), rows.copy()))
 
     def forget(self) -> None:
         with self._writing:
-            self._queue.clear()
-            self._num_queued = 0
+            with self._lock:
+                self._noted.clear()
+                self._records.clear()
+                self._num_queued = 0
             self._close_file()
             self._sizes.clear()
             unlink_traces(self._fs, self._dir)
@@ -226,22 +219,41 @@ class Trace(NoTrace):
             self._close_file()
 
     def _drain(self) -> None:
-        """Write everything queued (writing lock held)."""
-        noted = [self._queue.popleft() for _ in range(len(self._queue))]
-        if not noted:
+        """Write everything noted (writing lock held)."""
+        while self._noted:
+            with self._lock:
+                self._look_up_some()
+        with self._lock:
+            ready = [self._records.popleft() for _ in range(len(self._records))]
+            self._num_queued = max(0, self._num_queued - sum(map(len, ready)))
+        if not ready:
             return
-        records = encode(noted)
-        self._num_queued = max(0, self._num_queued - len(records))
         lost, self._num_lost = self._num_lost, 0
         if lost:
             self._counters.add("trace_lost_events", lost)
-            records = np.concatenate((records, _lost(records[-1:], lost)))
+            last = ready[-1][-1]
+            ready.append(_record(Event.LOST, last["time_us"], last["lsn"], count=lost))
+        records = np.concatenate(ready)
         try:
             self._write(records)
         except OSError:
             self._counters.add("trace_write_errors")
             self._num_lost += len(records)
             self._close_file()
+
+    def _look_up_all(self) -> None:
+        """Whatever was noted names its blocks from now on (metadata lock held)."""
+        while self._noted:
+            self._look_up_some()
+
+    def _look_up_some(self) -> None:
+        """As many as nobody minds to wait for, the oldest (metadata lock held)."""
+        noted, num_events = list[_Noted](), 0
+        while self._noted and num_events < _MAX_AT_ONCE:
+            noted.append(self._noted.popleft())
+            num_events += len(noted[-1].rows)
+        if noted:
+            self._records.append(_encode(noted, self._table))
 
     def _write(self, records: Records) -> None:
         while len(records):
@@ -288,36 +300,32 @@ class Trace(NoTrace):
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def encode(noted: list[_Noted]) -> Records:
+def _encode(noted: list[_Noted], table: BlockTable) -> Records:
     """What was noted as records, in order."""
-    counts = [len(n.digests) for n in noted]
-    records = np.zeros(sum(counts), dtype=RECORD_DTYPE)
-    for name, values in (
-        ("time_us", [int(n.time_s * 1e6) for n in noted]),
-        ("lsn", [n.lsn for n in noted]),
-        ("event", [n.event for n in noted]),
-        ("tier", [n.tier for n in noted]),
-        ("group", [n.group if isinstance(n.group, int) else EVERY_GROUP for n in noted]),
-    ):
-        records[name] = np.repeat(np.array(values, dtype=np.uint64), counts)
+    counts = [len(n.rows) for n in noted]
+    heads = np.zeros(len(noted), dtype=RECORD_DTYPE)
+    heads["time_us"] = [int(n.time_s * 1e6) for n in noted]
+    heads["lsn"] = [n.lsn for n in noted]
+    heads["event"] = [n.event for n in noted]
+    heads["tier"] = [n.tier for n in noted]
+    heads["group"] = [n.group if isinstance(n.group, int) else EVERY_GROUP for n in noted]
+    records = heads.repeat(counts)
     for n, end in zip(noted, accumulate(counts), strict=True):
         if not isinstance(n.group, int):
             records["group"][end - len(n.group) : end] = n.group
-    records["digest"] = np.concatenate([n.digests for n in noted])
-    records["parent"] = np.concatenate([n.parents for n in noted])
-    records["parent"][~np.concatenate([n.has_parent for n in noted])] = 0
+    rows = np.concatenate([n.rows for n in noted])
+    parents = table.parent.take(rows)
+    records["digest"] = table.digest.take(rows, axis=0)
+    records["parent"] = table.digest.take(parents, axis=0, mode="clip")
+    records["parent"][np.flatnonzero(parents < 0)] = 0
     return records
 
 
-def _one_blank() -> tuple[Digests, Digests, npt.NDArray[np.bool_]]:
-    blank = np.zeros((1, DIGEST_NBYTES), dtype=np.uint8)
-    return blank, blank, np.zeros(1, dtype=np.bool_)
-
-
-def _lost(last: Records, count: int) -> Records:
+def _record(event: Event, time_us: int, lsn: int, count: int = 0) -> Records:
+    """One record that is of no block."""
     record = np.zeros(1, dtype=RECORD_DTYPE)
-    record["time_us"], record["lsn"] = last["time_us"], last["lsn"]
-    record["event"], record["count"] = Event.LOST, count
+    record["time_us"], record["lsn"], record["event"], record["count"] = time_us, lsn, event, count
+    record["group"] = EVERY_GROUP
     return record
 
 

@@ -20,7 +20,7 @@ from tieredkv.table.trace import read_trace
 _BLOCK_SIZE = 32
 _NUM_PROMPTS, _NUM_TOKENS = 24, 32 * 32 + 1
 _NUM_LAYERS = 4
-_PAIRS = 15
+_PAIRS = 45
 
 
 def compare(say: Say, path: str) -> dict[str, Any]:
