@@ -33,6 +33,17 @@ def test_growing_within_what_is_set_aside_copies_nothing() -> None:
     assert column.values[7] == 7
 
 
+def test_a_large_column_is_copied_once_on_its_way_to_a_million_rows() -> None:
+    column = Column((1024,), 0, "u1", 0)
+    column.grow(20_000)
+    before = column.values
+    for num_rows in (30_000, 300_000, 1_300_000):
+        column.grow(num_rows)
+    before[7] = 7
+    assert column.values[7] == 7
+    assert not column.values[8:].any()
+
+
 def test_widening_keeps_every_value_and_later_growth_too() -> None:
     column = Column((3, 1, 4), 2, "i4", -1)
     column.values[...] = np.arange(12).reshape(3, 1, 4)

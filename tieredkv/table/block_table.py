@@ -191,8 +191,9 @@ class BlockTable:
         rows = np.arange(self._next_row - len(reused), self._next_row + fresh, dtype=np.int32)
         rows[: len(reused)] = reused
         self._next_row += fresh
-        self.digest[rows] = digests
-        self.namespace[rows] = namespace
+        at = rows if reused else slice(int(rows[0]), self._next_row)
+        self.digest[at] = digests
+        self.namespace[at] = namespace
         self._index.insert(rows, self._words)
         if self._wishes:
             for row, digest in zip(rows.tolist(), digests, strict=True):
@@ -332,13 +333,14 @@ class BlockTable:
         Until then no row is given back, so that a `parent` never names another block's row.
         """
         rows = self.live_rows()
-        empty = rows[(self.slot[:, :, : self._next_row].max(axis=(0, 1)) < 0)[rows]]
+        empty = rows[(self.slot[Tier.DISK, :, : self._next_row].max(axis=0) < 0)[rows]]
         gone = np.zeros(self._next_row + 1, dtype=np.bool_)  # the last stands for no parent
         gone[empty] = True
         self.parent[rows[gone[self.parent[rows]]]] = -1
         self._index.remove(empty, self._words)
         for name, (_, value) in _ROW_COLUMNS.items():
-            getattr(self, name)[empty] = value
+            column = getattr(self, name)
+            column[empty[column[empty] != value]] = value  # a page that nobody wrote to stays away
         self._free.extend(empty.tolist())
         self.replaying = False
         self.relink()
@@ -411,20 +413,25 @@ class BlockTable:
         keys = key_words(digests)
         rows = self._index.find(keys, self._words)
         unknown = np.flatnonzero(rows < 0)
-        if unknown.size:
-            fresh = unknown[is_first((keys[0][unknown], keys[1][unknown]))]
+        fresh = unknown[is_first((keys[0][unknown], keys[1][unknown]))]
+        if 0 < len(fresh) == len(rows):  # as most often in a replay; nothing is picked out and copied then
+            return self._make(records["namespace"], digests, records["parent"])
+        if len(fresh):
             rows[fresh] = self._make(records["namespace"][fresh], digests[fresh], records["parent"][fresh])
-            if len(fresh) < len(unknown):
-                rows = self._index.find(keys, self._words)
+        if len(fresh) < len(unknown):
+            rows = self._index.find(keys, self._words)
         rows[self._differs(rows, digests)] = -1
         return rows
 
     def _make(self, namespaces: npt.NDArray[Any], digests: Digests, parents: Digests) -> Rows:
         """New rows, linked to their parents where those are here; in a replay `settle` completes that."""
         made = np.empty(len(digests), dtype=np.int32)
-        for namespace in set(namespaces.tolist()):
-            mine = namespaces == namespace
-            made[mine] = self._new_rows(namespace, digests[mine])
+        if (namespaces == namespaces[0]).all():
+            made[:] = self._new_rows(int(namespaces[0]), digests)
+        else:
+            for namespace in np.unique(namespaces).tolist():
+                mine = np.flatnonzero(namespaces == namespace)
+                made[mine] = self._new_rows(namespace, digests[mine])
         above = self._above(made, digests, np.ascontiguousarray(parents))
         if self.replaying:
             self.parent[made] = above

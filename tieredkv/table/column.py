@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 _AHEAD = 4
+_LARGE = 1 << 14
+_LARGE_AHEAD = 1 << 21
+"""Of a table that is no small one any more, so many rows are set aside at once: its columns are copied just once."""
 
 
 class Column:
@@ -30,9 +33,11 @@ class Column:
         """Have `num_rows` rows, no fewer than before. What was taken from `values` may show a copy from now on."""
         had = self.values.shape[self._axis]
         if num_rows > self._set_aside.shape[self._axis]:
-            self._set_aside = np.empty(self._shape(self._axis, _AHEAD * num_rows), dtype=self.values.dtype)
+            ahead = max(_AHEAD * num_rows, _LARGE_AHEAD if num_rows > _LARGE else 0)
+            self._set_aside = np.zeros(self._shape(self._axis, ahead), dtype=self.values.dtype)
             self._rows(0, had)[...] = self.values
-        self._rows(had, num_rows)[...] = self._empty
+        if self._empty:  # else it reads zeros already, and the pages of what nobody writes stay away
+            self._rows(had, num_rows)[...] = self._empty
         self.values = self._rows(0, num_rows)
 
     def widen(self, num_groups: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,7 +45,11 @@ def is_first(keys: tuple[_Words, _Words]) -> npt.NDArray[np.bool_]:
 
 
 class KeyIndex:
-    """Rows by key; linear probing, at most half full. The keys themselves stay in the table's columns."""
+    """Rows by key; quadratic probing (Hopgood and Davenport, The Computer Journal 15(4), 1972), at most half full.
+
+    Each collision steps one further than the one before, which comes to every slot, and keys that crowd together part
+    soon. The keys themselves stay in the table's columns.
+    """
 
     def __init__(self) -> None:
         self._slots = np.full(_MIN_SLOTS, _FREE, dtype=np.int32)
@@ -64,13 +70,18 @@ class KeyIndex:
         first, second = keys
         mask = len(self._slots) - 1
         at = (first & np.uint64(mask)).astype(np.intp)
-        while todo.size:
+        for step in count(1):
             rows = self._slots.take(at)
-            held = columns.take(rows, axis=0)  # a row below 0 takes some other's, and does not count
+            used = np.flatnonzero(rows != _FREE)
+            if len(used) < len(rows):
+                todo, first, second, at, rows = todo[used], first[used], second[used], at[used], rows[used]
+            if not todo.size:
+                break
+            held = columns.take(rows, axis=0)  # a row that is gone takes some other's, and does not count
             match = (held[:, 0] & KEY_MASKS[0] == first) & (held[:, 1] & KEY_MASKS[1] == second) & (rows >= 0)
             found[todo[match]] = rows[match]
-            more = np.flatnonzero(~match & (rows != _FREE))
-            todo, first, second, at = todo[more], first[more], second[more], (at[more] + 1) & mask
+            more = np.flatnonzero(~match)
+            todo, first, second, at = todo[more], first[more], second[more], (at[more] + step) & mask
         return found
 
     def insert(self, rows: Rows, columns: Columns) -> None:
@@ -80,13 +91,15 @@ class KeyIndex:
         mask = len(self._slots) - 1
         todo = rows
         at = (columns.take(rows, axis=0)[:, 0] & KEY_MASKS[0] & np.uint64(mask)).astype(np.intp)
-        while todo.size:
+        for step in count(1):
+            if not todo.size:
+                break
             here = self._slots.take(at)
             self._slots[at] = np.where(here < 0, todo, here)  # of several that want one place, one stays
             lost = self._slots.take(at) != todo
             self._num_used += int(np.count_nonzero(~lost & (here == _FREE)))
             more = np.flatnonzero(lost)
-            todo, at = todo[more], (at[more] + 1) & mask
+            todo, at = todo[more], (at[more] + step) & mask
         self._num_live += len(rows)
 
     def remove(self, rows: Rows, columns: Columns) -> None:
@@ -94,16 +107,18 @@ class KeyIndex:
         mask = len(self._slots) - 1
         todo = rows
         at = (columns[rows, 0] & KEY_MASKS[0] & np.uint64(mask)).astype(np.int64)
-        while todo.size:
+        for step in count(1):
+            if not todo.size:
+                break
             mine = self._slots[at] == todo
             self._slots[at[mine]] = _GONE
-            todo, at = todo[~mine], (at[~mine] + 1) & mask
+            todo, at = todo[~mine], (at[~mine] + step) & mask
         self._num_live -= len(rows)
 
     def _rebuild(self, num_more: int, columns: Columns) -> None:
         live = self._slots[self._slots >= 0]
         size = _MIN_SLOTS
-        while size < 3 * (len(live) + num_more):
+        while size < 4 * (len(live) + num_more):
             size *= 2
         self._slots = np.full(size, _FREE, dtype=np.int32)
         self._num_used = self._num_live = 0

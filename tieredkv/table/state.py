@@ -66,9 +66,8 @@ class State:
         """Apply what a replay has gathered."""
         for kind, late in self._late.items():
             if late:
-                packed = b"".join([np.ascontiguousarray(run.records).tobytes() for _, run in late])
-                lsns = np.concatenate([lsns for lsns, _ in late])
-                self.table.apply(lsns, Run(kind, np.frombuffer(packed, DTYPES[kind])))
+                lsns, run = late[0] if len(late) == 1 else _as_one(kind, late)
+                self.table.apply(lsns, run)
         self._forget_late()
 
     def _forget_late(self) -> None:
@@ -99,3 +98,9 @@ class State:
         """End recovery: link the chains."""
         self.catch_up()
         self.table.settle()
+
+
+def _as_one(kind: int, late: list[tuple[Lsns, Run]]) -> tuple[Lsns, Run]:
+    """Runs of one kind as one; joined as bytes, for numpy would look at every field of every array."""
+    packed = b"".join([np.ascontiguousarray(run.records).view(np.uint8).data for _, run in late])
+    return np.concatenate([lsns for lsns, _ in late]), Run(kind, np.frombuffer(packed, DTYPES[kind]))

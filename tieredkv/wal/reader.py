@@ -44,7 +44,7 @@ from .records import DROP, PUT, PackedRun, Run, join_runs
 
 _WINDOW_NBYTES = 4 * MiB
 _MAX_RUN_RECORDS = 1 << 14
-_MAX_GATHERED_RECORDS = 1 << 13
+_MAX_GATHERED_RECORDS = 1 << 15
 _PackedAt: TypeAlias = tuple[int, PackedRun]
 Lsns: TypeAlias = npt.NDArray[np.int64]
 _UNREADABLE = b"\xff"  # stands for bytes the disk would not give: no frame, and not the zeros of an end
