@@ -52,22 +52,44 @@ def test_the_tail_below_a_victim() -> None:
     assert tail_in_tier(table, Tier.DEVICE, int(rows[2]), gone) == rows[5]
     gone[rows[5]] = True
     assert tail_in_tier(table, Tier.DEVICE, int(rows[2]), gone) == rows[4]
-    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone) == rows[2]
+    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone) == -1
 
 
-def test_a_way_down_that_is_remembered_leads_to_the_same_tail() -> None:
+def test_the_tail_on_disk_lies_behind_blocks_that_are_in_memory_alone() -> None:
+    table, rows = grown(FULL, tier=Tier.DISK)
+    table.slot[Tier.DISK, :, rows[4:6]] = -1  # they left, and those behind them came back first
+    gone = np.zeros(len(table.namespace), dtype=np.bool_)
+    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone) == rows[7]
+    gone[rows[6:]] = True
+    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone) == rows[3]
+    assert gone[rows[4:6]].all(), "they lead to nothing, and nobody asks again"
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.DISK])
+def test_a_way_down_that_is_remembered_leads_to_the_same_tail(tier: Tier) -> None:
     for seed in range(50):
         rng = random.Random(seed)
-        table, rows = grown(FULL)
+        table, rows = grown(FULL, tier=tier)
         more = [branch(table, FULL, rows, at, rng.randrange(1, 4), seed=10 + at) for at in (2, 5)]
-        everybody = [int(row) for row in np.concatenate([rows, *more])]
-        table.slot[Tier.DEVICE, :, rng.choice(everybody)] = -1
+        everybody = np.concatenate([rows, *more])
+        table.slot[:, :, everybody] = -1
+        there = [row for row in everybody.tolist() if rng.random() < 0.8]
+        table.slot[tier, :, there] = 1
         gone, ways = np.zeros(len(table.namespace), dtype=np.bool_), dict[int, list[int]]()
-        while not gone[everybody].all():
-            victim = rng.choice([row for row in everybody if not gone[row]])
-            tail = tail_in_tier(table, Tier.DEVICE, victim, gone, ways)
-            assert tail == tail_in_tier(table, Tier.DEVICE, victim, gone), f"seed {seed}"
+        while not gone[there].all():
+            victim = rng.choice([row for row in there if not gone[row]])
+            tail = tail_in_tier(table, tier, victim, gone, ways)
+            assert tail == tail_in_tier(table, tier, victim, gone.copy()), f"seed {seed}"
+            assert tail in there and not gone[tail], f"seed {seed}"
             gone[tail] = True
+
+
+def test_none_leaves_disk_at_once_before_what_may_lie_behind_it() -> None:
+    table, rows = grown(FULL, tier=Tier.DISK)
+    table.slot[Tier.DISK, :, rows[4]] = -1
+    gone = np.zeros(len(table.namespace), dtype=np.bool_)
+    assert num_leaving_whole(table, lambda _row: FULL, Tier.DISK, rows[:4][::-1].copy(), gone) == 0
+    assert num_leaving_whole(table, lambda _row: FULL, Tier.DISK, rows[::-1].copy(), gone) == 8
 
 
 def test_how_many_leave_together() -> None:

@@ -55,11 +55,15 @@ def held(table: BlockTable, rows: Rows) -> Flags:
 def tail_in_tier(
     table: BlockTable, tier: Tier, row: int, gone: Flags, ways: dict[int, list[int]] | None = None
 ) -> int:
-    """From a block that the policy named, down its chain to the last block with parts in `tier`.
+    """From a block that the policy named, down its chain to the last block with parts in `tier`; -1 without one.
+
+    On DISK also past blocks that are in memory alone: they come to DISK later, and then what lies behind them is
+    reached again. Above it nothing hangs on that order, for what leaves is still below.
 
     Args:
         row: itself not gone.
         gone: by row, those that count as gone already; between calls with the same `ways` more may go, tails first.
+            What turns out to lead to no part in `tier` is added.
         ways: by row, the ways down that earlier calls walked: a chain of which one block after another goes is
             walked once.
     """
@@ -68,18 +72,41 @@ def tail_in_tier(
     while True:
         if here in ways:
             way = ways[here]
-            while gone[way[-1]]:
+            while way and gone[way[-1]]:
                 way.pop()
+            if not way:
+                return -1
             here = way[-1]
         else:
             way.append(here)
             ways[here] = way
-        below = next(
-            (c for c in table.children(here) if not gone[c] and (table.slot[tier, :, c] >= 0).any()), -1
-        )
-        if below < 0:
+        below = next((c for c in table.children(here) if _leads_to(table, tier, c, gone)), -1)
+        if below >= 0:
+            here = below
+        elif _is_in(table, tier, here):
             return here
-        here = below
+        else:
+            gone[here] = True
+
+
+def _leads_to(table: BlockTable, tier: Tier, row: int, gone: Flags) -> bool:
+    """Has the block, or on DISK one of those behind it, parts in `tier`? Those that have not count as gone then."""
+    todo, seen = [row], list[int]()
+    while todo:
+        here = todo.pop()
+        if gone[here]:
+            continue
+        if _is_in(table, tier, here):
+            return True
+        seen.append(here)
+        if tier is Tier.DISK:
+            todo += table.children(here)
+    gone[seen] = True
+    return False
+
+
+def _is_in(table: BlockTable, tier: Tier, row: int) -> bool:
+    return bool((table.slot[tier, :, row] >= 0).any())
 
 
 def num_leaving_whole(
@@ -98,7 +125,10 @@ def num_leaving_whole(
         at, child = at[child >= 0], child[child >= 0]
         place = order.take(np.searchsorted(rows, child, sorter=order), mode="clip")
         before = gone[child] | ((rows[place] == child) & (place < at))
-        whole[at[~before & (table.slot[tier][:, child].max(axis=0) >= 0)]] = False
+        below = table.slot[tier][:, child].max(axis=0) >= 0
+        if tier is Tier.DISK:  # what is in memory alone may lead to more
+            below |= table.first_child[child] >= 0
+        whole[at[~before & below]] = False
         child = table.next_sibling[child]
     return int(np.argmin(np.append(whole, False)))
 
