@@ -217,12 +217,12 @@ def open_disk(
     first_look: list[Survey] = []
     lock_file = claim(fs, path, first_look.append)
     try:
-        recovered = _recover(fs, path, config, sizes, state)
-        _count_damaged_segments(first_look[0], recovered, counters)
+        recovered = _recover(fs, path, config, sizes, state, counters)
+        _count_read_errors(first_look[0], recovered, counters)
         state.settle()
         # Also above what salvaged slots hold, which no segment header may tell any more.
         open_number = max(recovered.open_number, (state.table.last_put_seq() >> 32) + 1)
-        store = _make_store(fs, path, config, sizes)
+        store = _make_store(fs, path, config, sizes, counters)
         resident, num_dropped = _resident(config, parts_nbytes, state, store, counters, stride_on_disk)
         residents[Tier.DISK] = resident
         writer = LogWriter(
@@ -258,17 +258,19 @@ def open_disk(
         raise
 
 
-def _recover(fs: Fs, path: str, config: Config, sizes: Sizes, state: State) -> Recovered:
+def _recover(fs: Fs, path: str, config: Config, sizes: Sizes, state: State, counters: Counters) -> Recovered:
     return recover(
-        fs, path, state, strict=config.strict, salvage=lambda: _salvage(fs, path, config, sizes, state)
-    )
+        fs, path, state, strict=config.strict,
+        salvage=lambda: _salvage(fs, path, config, sizes, state, counters),
+    )  # fmt: skip
 
 
-def _count_damaged_segments(first_look: Survey, recovered: Recovered, counters: Counters) -> None:
+def _count_read_errors(first_look: Survey, recovered: Recovered, counters: Counters) -> None:
     """Also where nothing was lost by it, for the segment was not needed, or could be read the second time."""
     looks = (*first_look.segments, *recovered.segments)
-    if num_damaged := len({segment.number for segment in looks if segment.head is Head.DAMAGED}):
-        counters.add("log_read_errors", num_damaged)
+    num_damaged = len({segment.number for segment in looks if segment.head is Head.DAMAGED})
+    if num_errors := num_damaged + recovered.num_read_errors:
+        counters.add("log_read_errors", num_errors)
 
 
 def _resident(
@@ -350,21 +352,21 @@ def shares(sizes: Sizes, trace_nbytes: int = 0) -> tuple[int, int, int]:
     return segment, log_max, parts
 
 
-def _salvage(fs: Fs, path: str, config: Config, sizes: Sizes, state: State) -> int:
-    store = _make_store(fs, path, config, sizes)
+def _salvage(fs: Fs, path: str, config: Config, sizes: Sizes, state: State, counters: Counters) -> int:
+    store = _make_store(fs, path, config, sizes, counters)
     try:
         return salvage(store, state)
     finally:
         store.close()
 
 
-def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes) -> PartStore:
+def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes, counters: Counters) -> PartStore:
     if config.disk == "lmdb":
         from .tier.lmdb_store import LmdbStore
 
         map_nbytes = shares(sizes, _trace_nbytes(fs, path, config, sizes))[2]
         return LmdbStore(fs, f"{path}/{SLABS}", map_nbytes=map_nbytes)
-    return SlabStore(fs, f"{path}/{SLABS}", disk_io=config.disk_io)
+    return SlabStore(fs, f"{path}/{SLABS}", disk_io=config.disk_io, counters=counters)
 
 
 def _punch_unused(store: PartStore, resident: Residency) -> None:

@@ -6,7 +6,6 @@ slot that a drop gives up is free only after that drop is applied.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -408,8 +407,10 @@ class Spiller:
         with self._lock:
             chunks = self._resident.arena.take_chunks(part_nbytes + SLOT_HEADER_NBYTES, count)
         if chunks:
-            with contextlib.suppress(OSError):  # the write meets it too, and says it
+            try:
                 self._store.reserve(part_nbytes, chunks)
+            except OSError:  # the write asks again, and may get it
+                self._counters.add("disk_space_errors")
 
     def _gather(
         self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]

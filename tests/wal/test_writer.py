@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from log_files import NOTHING, SEGMENT_NBYTES, FailingFs, Log, flat, puts, session
 
-from tieredkv.wal import LogWriter
+from tieredkv.testing.sim_disk import Image
+from tieredkv.testing.sim_fs import SimFs
+from tieredkv.wal import LogWriter, Run
 from tieredkv.wal.format import HEADER_NBYTES, decode_header, frame_nbytes
-from tieredkv.wal.reader import End
+from tieredkv.wal.reader import End, read_log
 
 
 def test_a_segment_is_whole_before_its_first_frame(tmp_path: Path) -> None:
@@ -116,14 +118,12 @@ def test_a_failed_append_ends_the_segment(tmp_path: Path) -> None:
     assert log.read()[0] == log.written and log.read()[1].end.end is End.CLEAN
 
 
-def repeat(log: Log) -> None:
-    """What the journal does after a failure: leave the segment, start one, say it all again."""
-    frames = log.writer.abandon()
+def repeat(log: Log, kept: list[tuple[int, tuple[Run, ...]]] | None = None) -> None:
+    """What the journal does after a failure: leave the segment, start one that says it all again."""
+    frames = (kept or []) + log.writer.abandon()
     log.writer.check()
     first = frames[0][0] if frames else log.next_lsn
-    log.writer.start(first, open_number=1, checkpoint=NOTHING, durable_lsn=log.durable_lsn)
-    for lsn, runs in frames:
-        log.writer.append(runs, lsn, log.durable_lsn)
+    log.writer.start(first, open_number=1, checkpoint=NOTHING, durable_lsn=log.durable_lsn, repeat=frames)
     log.sync()
 
 
@@ -150,6 +150,22 @@ def test_after_a_failed_sync_the_next_segment_says_it_again(tmp_path: Path, sync
     assert read.durable_lsn == log.durable_lsn
 
 
+def test_a_process_killed_while_a_segment_repeats_loses_nothing() -> None:
+    images: list[Image] = []
+    fs = SimFs()
+    log = Log.begin(Path("/sim"), fs)
+    log.put(2)
+    log.sync()
+    log.put(3)
+    log.append(session(log.next_lsn))
+    fs.before_op = lambda _op: images.append(fs.disk.seen())
+    repeat(log)
+    assert len(images) >= 5
+    for image in images:
+        read = read_log(SimFs(image), log.wal_dir, 0)
+        assert flat(list(read.runs())) == log.written and not read.damage
+
+
 def test_two_failures_in_a_row_lose_nothing(tmp_path: Path) -> None:
     fs = FailingFs()
     log = Log.begin(tmp_path, fs)
@@ -159,17 +175,12 @@ def test_two_failures_in_a_row_lose_nothing(tmp_path: Path) -> None:
     fs.fail("sync")
     with pytest.raises(OSError):
         log.writer.sync()
-    fs.fail("sync", 1)  # the header's passes, that of the repeated frames fails
-    with pytest.raises(OSError):
-        repeat(log)
-    fs.fail("allocate")
-    with pytest.raises(OSError):
-        frames = log.writer.unsynced()
-        repeat(log)
-    log.writer.start(frames[0][0], open_number=1, checkpoint=NOTHING, durable_lsn=log.durable_lsn)
-    for lsn, runs in frames:
-        log.writer.append(runs, lsn, log.durable_lsn)
-    log.sync()
+    kept = log.writer.unsynced()
+    for operation in ("sync", "write", "allocate"):
+        fs.fail(operation)
+        with pytest.raises(OSError):
+            repeat(log, [] if operation == "sync" else kept)
+    repeat(log, kept)
     log.put()
     records, read = log.read()
     assert records == log.written and not read.damage

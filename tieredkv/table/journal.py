@@ -38,6 +38,8 @@ _BYTES_PER_ROW = 160
 _CHECKPOINT_S = 30.0
 _MAX_GATHER_S = 0.01
 _RETRY_S = 0.02
+_GIVE_UP_S = 1.0
+"""Whoever waits for a sync is told that it fails once that long no round has succeeded. The next may."""
 _PAUSE_S = 0.0005
 
 Applied = Callable[[int, Rows], None]
@@ -580,17 +582,14 @@ class Journal:
             try:
                 first_lsn = self._kept[0][0] if self._kept else self._next_lsn
                 header = self._writer.start(
-                    first_lsn, open_number=self._open_number, checkpoint=ref, durable_lsn=self.durable_lsn
-                )
+                    first_lsn, open_number=self._open_number, checkpoint=ref, durable_lsn=self.durable_lsn,
+                    repeat=self._kept,
+                )  # fmt: skip
                 self._segments.append(_Segment.of(header))
-                for lsn, runs in self._kept:
-                    self._writer.append(runs, lsn, self.durable_lsn)
-                self._writer.sync()
                 self._kept.clear()
                 return
             except OSError as error:
                 self.trouble = str(error)
-                self._writer.abandon()  # what it gives back may be a part of what is kept
                 if error.errno in _NO_SPACE:
                     self._failures = 0
                     raise
@@ -610,7 +609,7 @@ class Journal:
                         self._write_checkpoint()
                 if self._interval_s is not None and time.monotonic() >= due_at:
                     due_at = time.monotonic() + self._interval_s
-                if not self._release() and wanted:
+                if not self._release(self._is_given_up()) and wanted:
                     self._await_retry()
         except Exception as error:  # as in the committer
             self._end_with("sync thread", error)
@@ -643,10 +642,14 @@ class Journal:
             self._asked.wait(left)
         self._num_awaited = 1
 
-    def _release(self) -> int:
-        """Wake those whose entries are durable, or all if nothing will be any more; how many those are."""
+    def _is_given_up(self) -> bool:
+        trouble = self.trouble  # of the last round, for one that succeeds ends it
+        return trouble is not None and time.monotonic() - self.troubled_at > _GIVE_UP_S
+
+    def _release(self, is_given_up: bool = False) -> int:
+        """Wake those whose entries are durable, or all if nothing will be soon; how many those are."""
         with self._round:
-            is_over = self.read_only or self._stop_syncing
+            is_over = self.read_only or self._stop_syncing or is_given_up
             count = bisect_right(self._waiting, self._num_durable, key=lambda waiting: waiting[0])
             count = len(self._waiting) if is_over else count
             released, self._waiting = self._waiting[:count], self._waiting[count:]

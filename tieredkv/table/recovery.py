@@ -21,6 +21,7 @@ from ..tier.lmdb_store import PAYLOAD_NAME
 from ..wal.format import CheckpointRef, LogPosition, SegmentHeader, segment_name
 from ..wal.reader import End, Head, LogRead, Lsns, SegmentInfo, refuse_newer, scan_segments
 from ..wal.records import Run
+from ..wal.writer import UNFINISHED
 from .checkpoint import (
     checkpoint_name,
     is_lmdb,
@@ -98,6 +99,7 @@ class Recovered:
         must_checkpoint: the directory does not hold all that was recovered in a form that recovers again:
             write a checkpoint at `next_lsn - 1` and begin the first segment naming it.
         segments: the files of the log, oldest first, those without a good header included.
+        num_read_errors: of the log, those included after which a second read gave everything.
     """
 
     report: RecoveryReport
@@ -109,6 +111,7 @@ class Recovered:
     checkpoint: CheckpointRef
     must_checkpoint: bool
     segments: tuple[SegmentInfo, ...]
+    num_read_errors: int = 0
 
 
 def survey(fs: Fs, store_dir: str) -> Survey:
@@ -214,6 +217,7 @@ def recover(
         checkpoint=checkpoint or CheckpointRef(),
         must_checkpoint=must_checkpoint,
         segments=found.segments,
+        num_read_errors=log.num_read_errors,
     )
 
 
@@ -248,6 +252,9 @@ def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
             if fs.exists(path) and not fs.is_dir(path):
                 fs.rename(path, free_name(fs, f"{path}.broken"))
         fs.make_dir(wal_dir)
+        for name in fs.list_names(wal_dir):
+            if name.endswith(UNFINISHED) and not fs.is_dir(f"{wal_dir}/{name}"):
+                fs.unlink(f"{wal_dir}/{name}")
         failures = prune_checkpoints(fs, store_dir, {header.checkpoint.lsn for header in found.headers})
         fs.sync_dir(store_dir)
     except OSError as error:

@@ -239,10 +239,9 @@ class SimFs:
                     self._take_back(path, after)
 
     def _take_back(self, path: str, content: bytes) -> None:
-        with self.call("pwritev", path):
+        with self.call("pwritev", path) as fault:
             inode = self.disk.inodes[self._number(path)]
-            self.room_for(inode, 0, len(content), path)
-            inode.write(0, content)
+            self.write(inode, 0, content, path, fault)
 
     def lock(self, path: str) -> _Held:
         with self.mutex:
@@ -261,6 +260,16 @@ class SimFs:
         if number is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return number
+
+    def write(self, inode: Inode, offset: int, data: bytes, path: str, fault: Fault | None) -> None:
+        """What a call of `pwritev` does, and what `fault` makes of it (disk locked)."""
+        self.room_for(inode, offset, offset + len(data), path)
+        if fault is not None and fault.effect == "short":
+            inode.write(offset, data[: self.some(len(data))])
+            raise OSError(fault.error, os.strerror(fault.error), path)
+        if fault is not None and fault.effect == "misdirect":
+            offset = self.elsewhere(offset, len(data), len(inode.data))
+        inode.write(offset, data)
 
     def elsewhere(self, offset: int, nbytes: int, size: int) -> int:
         """Where a misdirected write lands: another page of the file."""
@@ -289,13 +298,7 @@ class SimFile:
         data = b"".join(memoryview(buffer).cast("B") for buffer in buffers)
         self._check_aligned(buffers, offset)
         with self._call("pwritev") as fault:
-            self._fs.room_for(self._inode, offset, offset + len(data), self._path)
-            if fault is not None and fault.effect == "short":
-                self._inode.write(offset, data[: self._fs.some(len(data))])
-                raise OSError(fault.error, os.strerror(fault.error), self._path)
-            if fault is not None and fault.effect == "misdirect":
-                offset = self._fs.elsewhere(offset, len(data), len(self._inode.data))
-            self._inode.write(offset, data)
+            self._fs.write(self._inode, offset, data, self._path, fault)
 
     def preadv(self, buffers: Sequence[Buffer], offset: int, *, nowait: bool = False) -> int:
         self._check_aligned(buffers, offset)

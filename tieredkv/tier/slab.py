@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..outcomes import Counters
 from ..system.fs import Fs
 from ..units import PAGE_NBYTES, GiB, MiB
 from .arena import DISK_CHUNK_NBYTES, Geometry
@@ -48,6 +49,7 @@ class SlabStore:
         disk_io: `"direct"` bypasses the page cache where the file system allows it, `"buffered"` goes
             through it, `"mmap"` writes through it and reads from maps.
         read_only: change nothing, for tools.
+        counters: told of reads that failed, also of those that then worked slot by slot.
 
     Raises:
         OSError: the directory cannot be made or listed.
@@ -63,12 +65,14 @@ class SlabStore:
         chunk_nbytes: int = DISK_CHUNK_NBYTES,
         disk_io: str = "direct",
         read_only: bool = False,
+        counters: Counters | None = None,
     ) -> None:
         self._fs = fs
         self._path = path
         self._geometry = Geometry(chunk_nbytes, packed=True)
         self._disk_io = disk_io
         self._read_only = read_only
+        self._counters = counters or Counters()
         self._slabs: dict[tuple[int, int], SlabFile] = {}
         self._used: dict[SlabFile, None] = {}
         self._lock = threading.Lock()
@@ -288,6 +292,7 @@ class SlabStore:
                     self._geometry.chunk_span(SLOT_HEADER_NBYTES + part_nbytes),
                     self._disk_io,
                     self._read_only,
+                    self._counters,
                 )
             return slab
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from ..outcomes import Counters
 from ..system.fs import File, Fs
 from .base import FailedPlace, StoreFailed
 from .slab_format import SLOT_HEADER_NBYTES, Buffer
@@ -44,6 +45,7 @@ class SlabFile:
         chunk_span: int,
         disk_io: str,
         read_only: bool,
+        counters: Counters,
     ) -> None:
         self._fs = fs
         self._directory = directory
@@ -53,6 +55,7 @@ class SlabFile:
         self.start = start
         self.end = end
         self._chunk_span = chunk_span
+        self._counters = counters
         self._wants_direct = disk_io == "direct"
         self.is_mapped = disk_io == "mmap"
         self._lock = threading.Lock()
@@ -179,8 +182,10 @@ class SlabFile:
         """What reads past the page cache that `file` (from `use`) goes through; `file` itself if nothing does."""
         with self._lock:
             if self._past_cache is None:
-                with contextlib.suppress(OSError):
+                try:
                     self._past_cache = self._fs.open_file(self._path, direct=True)
+                except OSError as error:
+                    self.note_read_error(error)
             return self._past_cache or file
 
     def mapped(self, file: File, end: int) -> mmap.mmap | None:
@@ -224,6 +229,11 @@ class SlabFile:
     @property
     def place(self) -> FailedPlace:
         return FailedPlace(self.name, self.part_nbytes, self.chunks_of(0, self.end - self.start))
+
+    def note_read_error(self, error: OSError) -> None:
+        """A read failed; what is asked for again, slot by slot, may still come."""
+        self._counters.add("disk_read_errors")
+        self.trouble = error
 
     def fail(self, error: OSError) -> None:
         """No more writes from now on."""

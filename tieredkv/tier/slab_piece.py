@@ -78,13 +78,15 @@ class Piece:
             with self.slab.use() as file:
                 checksums = self._fetch(file, mine, parts)
         except OSError as error:
-            self.slab.trouble = error
+            self.slab.note_read_error(error)
             if self.count == 1:
                 return [None]
             return [single.read(headers, into)[0] for single in self._singles()]
         missing = self.count - len(checksums)
         if missing:
-            self.slab.trouble = OSError(errno.EIO, "the file ends before the slot does", self.slab.name)
+            self.slab.note_read_error(
+                OSError(errno.EIO, "the file ends before the slot does", self.slab.name)
+            )
         return [*checksums, *[None] * missing]
 
     def read_headers(self, headers: Headers) -> None:
@@ -101,7 +103,7 @@ class Piece:
                     for number, header in enumerate(mine):
                         file.preadv([header.data], self._slot(number))
         except OSError as error:
-            self.slab.trouble = error
+            self.slab.note_read_error(error)
             for single in self._singles() if self.count > 1 else ():
                 single.read_headers(headers)
 

@@ -207,6 +207,11 @@ class SegmentReader:
                 frame = decode_frame(self.header, self._window.tail(offset, nbytes))
         return frame
 
+    @property
+    def num_read_errors(self) -> int:
+        """Reads that failed, also where the bytes came when they were asked for page by page."""
+        return self._window.num_errors
+
     def refresh(self) -> None:
         """Forget what was read ahead: the file may have grown frames since."""
         self._window = _Window(self._file, self._nbytes)
@@ -225,6 +230,7 @@ class LogRead:
         synced_lsn: the highest whose frame is known synced: a segment is synced where the next one cuts it.
         seen_lsn: the highest seen anywhere; new records go above it.
         num_records, num_segments: given, and read for it.
+        num_read_errors: reads that failed, also where nothing is missing for it.
         end: where and how the log ends.
         damage: one line for each thing that is not as it was written.
     """
@@ -246,7 +252,7 @@ class LogRead:
         # a segment without its header holds fewer records than bytes
         self.seen_lsn = max([self.synced_lsn, *(h.first_lsn - 1 for h in headers)])
         self.seen_lsn += sum(s.nbytes for s in self._lost)
-        self.num_records = self.num_segments = 0
+        self.num_records = self.num_segments = self.num_read_errors = 0
         self.end = LogEnd()
 
     def _find_line(self, newest: int) -> list[SegmentHeader]:
@@ -340,8 +346,10 @@ class LogRead:
                 yield from self._segment_runs(reader, cut)
                 self.position = reader.position
                 self._see(reader.durable_lsn, reader.last_lsn)
-                if reader.position != cut:
-                    return self._conclude(self._stop(reader, cut is not None))
+                end = self._stop(reader, cut is not None) if reader.position != cut else None
+                self.num_read_errors += reader.num_read_errors
+                if end is not None:
+                    return self._conclude(end)
         return self._conclude(LogEnd())
 
     def _segment_runs(self, reader: SegmentReader, cut: LogPosition | None) -> Iterator[_PackedAt]:
@@ -467,6 +475,7 @@ class _Window:
         self._start = 0
         self._data = bytearray()
         self._view = memoryview(self._data)
+        self.num_errors = 0
 
     def tail(self, offset: int, nbytes: int) -> memoryview:
         """At least `nbytes` from `offset` on, fewer only at the end. Valid for as long as it is held."""
@@ -501,6 +510,7 @@ class _Window:
         try:
             done = self._file.preadv([self._view], offset)
         except OSError:
+            self.num_errors += 1
             done = self._fill_by_page(offset)
         if done < nbytes:  # the file was cut meanwhile
             self._data = self._data[:done]

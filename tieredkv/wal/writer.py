@@ -24,6 +24,9 @@ from .format import (
 )
 from .records import Run
 
+UNFINISHED = ".tmp"
+"""Behind the name of a segment that is being written whole; the next opening removes what a crash leaves of one."""
+
 _BLANK = memoryview(bytes(MiB))
 
 
@@ -90,11 +93,19 @@ class LogWriter:
         return self._segment_nbytes - HEADER_NBYTES
 
     def start(
-        self, first_lsn: int, *, open_number: int, checkpoint: CheckpointRef, durable_lsn: int
+        self,
+        first_lsn: int,
+        *,
+        open_number: int,
+        checkpoint: CheckpointRef,
+        durable_lsn: int,
+        repeat: Sequence[tuple[int, tuple[Run, ...]]] = (),
     ) -> SegmentHeader:
         """Begin a segment after the last synced frame; it and its name are durable on return.
 
-        After `abandon`, `first_lsn` is that of the first frame to repeat.
+        Args:
+            repeat: frames that `abandon` gave, the first of which has `first_lsn`. The segment gets its name with all
+                of them in it, for its header cuts the log where they stood before.
 
         Raises:
             OSError: nothing was begun; its number is used up.
@@ -112,14 +123,16 @@ class LogWriter:
         )
         self._next_number += 1
         raw = encode_header(header)
-        file = self._create(self._path(header.number), raw)
+        header = decode_header(raw)
+        frames, end = _encode_all(header, repeat, durable_lsn)
+        file = self._create(self._path(header.number), raw, frames)
         with self._sync_lock:
             self._close_file()
-            self._file, self._header = file, decode_header(raw)
-            self._tail_nbytes = self._blanked_nbytes = HEADER_NBYTES
-            self._tail = self._synced = LogPosition(header.number, first_lsn - 1, self._header.checksum)
+            self._file, self._header = file, header
+            self._tail_nbytes = self._blanked_nbytes = HEADER_NBYTES + len(frames)
+            self._tail = self._synced = end
             self._unsynced.clear()
-        return self._header
+        return header
 
     def rotate(self, *, open_number: int, checkpoint: CheckpointRef, durable_lsn: int) -> SegmentHeader:
         """End the segment, synced, and start the next; as `start`. A failure leaves the old one open."""
@@ -128,17 +141,21 @@ class LogWriter:
             self._tail.lsn + 1, open_number=open_number, checkpoint=checkpoint, durable_lsn=durable_lsn
         )
 
-    def _create(self, path: str, header: bytes) -> File:
-        file = self._fs.open_file(path, create=True)
+    def _create(self, path: str, header: bytes, frames: bytes) -> File:
+        first_path = f"{path}{UNFINISHED}" if frames else path
+        file = self._fs.open_file(first_path, create=True)
         try:
             file.allocate(0, self._segment_nbytes)
-            file.pwritev([header], 0)
+            file.pwritev([header, frames] if frames else [header], 0)
             file.datasync()
+            if frames:
+                self._fs.rename(first_path, path)
             self._fs.sync_dir(self._dir)
         except BaseException:
             file.close()
-            with contextlib.suppress(OSError):
-                self._fs.unlink(path)
+            for name in {first_path, path}:
+                with contextlib.suppress(OSError):
+                    self._fs.unlink(name)
             raise
         return file
 
@@ -243,3 +260,16 @@ class LogWriter:
                 )
             assert self._tail.lsn == expected - 1, f"the tail is at {self._tail.lsn}, not {expected - 1}"
             assert self._tail_nbytes <= self._segment_nbytes
+
+
+def _encode_all(
+    header: SegmentHeader, frames: Sequence[tuple[int, tuple[Run, ...]]], durable_lsn: int
+) -> tuple[bytes, LogPosition]:
+    """The frames one behind the other as they follow the header, and where they end."""
+    pieces, lsn, chain = list[bytearray](), header.first_lsn - 1, header.checksum
+    for first_lsn, runs in frames:
+        assert first_lsn == lsn + 1, f"LSN {first_lsn} does not follow {lsn}"
+        frame, chain = encode_frame(header, chain, first_lsn, durable_lsn, runs)
+        pieces.append(frame)
+        lsn = first_lsn + sum(map(len, runs)) - 1
+    return b"".join(pieces), LogPosition(header.number, lsn, chain)
