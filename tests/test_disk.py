@@ -182,13 +182,47 @@ def test_budgets_hold_at_every_instant(tmp_path: Path, layout: str, disk_nbytes:
 
 def test_the_shares_add_up(tmp_path: Path) -> None:
     for nbytes in [8 << 20, 100 << 20, 5 << 30, 1 << 40]:
-        segment, log_max, parts = shares(
+        segment, log_max, parts, catalog = shares(
             resolve(small(disk_nbytes=nbytes, log_keep_nbytes="64MiB"), str(tmp_path))
         )
         assert segment % 4096 == 0 and log_max >= 2 * segment and parts > nbytes // 3
-        assert log_max + 2 * segment + nbytes // 24 + parts <= nbytes, (
+        assert log_max + 2 * segment + nbytes // 24 + 3 * catalog + parts <= nbytes, (
             "log, four segments at its cap, tables, parts"
         )
+
+
+def test_sessions_stop_at_what_is_set_aside_for_them(tmp_path: Path) -> None:
+    """P13: a checkpoint holds every session, and three of them fit beside everything else."""
+    disk_nbytes = 8 << 20
+    with opened(tmp_path, disk_nbytes=disk_nbytes, log_keep_nbytes=0) as kv:
+        space, catalog = kv.namespace(IDENTITY, MIXED), kv._state.catalog
+        made = 0
+        with pytest.raises(SessionError, match="delete some, or raise disk_nbytes"):
+            while True:
+                with kv.session(f"s{made}", space) as session:
+                    session.commit(prompt(made, 5000), [Turn("user", 5000)])
+                made += 1
+        limit = shares(resolve(kv.config, str(tmp_path))).catalog_nbytes
+        assert catalog.nbytes <= limit < catalog.nbytes + 4 * 5000 + 1000
+        assert made > 2 and f"s{made}" not in {row.name for row in kv.sessions()}
+        first = kv.session("s0", space)
+        for number in range(40):
+            first.fork(f"f{number}").close()
+        assert catalog.nbytes > 2 * limit, "each by itself; what forks share stands once"
+        for number in range(3):
+            first.commit(prompt(0, 5000), [Turn("user", 5000)], meta={"n": number})
+            assert kv.checkpoint()
+        assert sum(path.stat().st_size for path in tmp_path.glob("table-*")) <= disk_nbytes // 24 + 3 * limit
+        kv.session("s1", space).delete()
+        kv.session("another", space).commit(prompt(99, 5000), [Turn("user", 5000)])
+        assert catalog.nbytes == sum(row.nbytes for row in catalog.sessions.values()) + sum(
+            row.nbytes for row in catalog.namespaces.values()
+        )
+        sessions = dict(catalog.sessions)
+    with opened(tmp_path, disk_nbytes=disk_nbytes, log_keep_nbytes=0) as kv:
+        assert {name: row.encode() for name, row in kv._state.catalog.sessions.items()} == {
+            name: row.encode() for name, row in sessions.items()
+        }
 
 
 def test_many_small_records_rotate_the_log_and_checkpoint_it(tmp_path: Path) -> None:
@@ -196,7 +230,7 @@ def test_many_small_records_rotate_the_log_and_checkpoint_it(tmp_path: Path) -> 
     with opened(tmp_path, disk_nbytes="16MiB", log_keep_nbytes=0) as kv:
         space = kv.namespace(IDENTITY, MIXED)
         session = kv.session("a", space)
-        segment, log_max, _ = shares(resolve(kv.config, str(tmp_path)))
+        segment, log_max, *_ = shares(resolve(kv.config, str(tmp_path)))
         most = 0
         for number in range(300):
             session.commit(prompt(number, 1500), [Turn("user", 1500)], meta={"n": number})

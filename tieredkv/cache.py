@@ -122,6 +122,7 @@ class TieredCache:
         self._working: weakref.WeakSet[WorkingBuffer] = weakref.WeakSet()
         self._making = threading.Lock()
         self._unusable: str | None = None
+        self._coming_nbytes = 0  # rows of the catalog in records that are not applied yet
         self._disk = self._open_disk(fs)
         self._spiller: Spiller | None = None
         self._room: Room | None = None
@@ -211,18 +212,30 @@ class TieredCache:
             return known
         number = known.number if known is not None else number
         row = NamespaceRow(number, digest, identity.fingerprint(), layout)
-        self._log(NAMESPACE, lambda: (row.encode(),), "the namespace")
+        self._log(NAMESPACE, lambda: (row.encode(),), "the namespace", row)
         return row
 
-    def _log(self, kind: int, make: Callable[[], tuple[bytes, ...]], what: str) -> None:
-        """Log records of the catalog and wait until they are applied. They are made as of their place in the log."""
+    def _log(
+        self,
+        kind: int,
+        make: Callable[[], tuple[bytes, ...]],
+        what: str,
+        row: SessionRow | NamespaceRow | None = None,
+    ) -> None:
+        """As `CatalogLog` says."""
         self.check_open()
         with self._lock:
             if self._disk is None:
                 self._state.apply(0, Run(kind, make()))
                 return
+            if row is not None:
+                self._state.catalog.check_room(row, self._coming_nbytes, what)
             ticket = self._disk.journal.submit(kind, make())
-        if not ticket.wait(self.deadline_s):
+            self._coming_nbytes += (nbytes := row.nbytes if row is not None else 0)
+        done = ticket.wait(self.deadline_s)
+        with self._lock:
+            self._coming_nbytes -= nbytes
+        if not done:
             why = ticket.error or f"not within {self.deadline_s} s"
             raise SessionError(f"the log did not take {what}: {why}")
 

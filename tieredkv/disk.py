@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ _CHUNK_NBYTES = 4 * MiB
 _REMOVED = 4  # a cause of drops, `spiller.Cause.REMOVED`
 _MIN_SEGMENT_NBYTES = 256 * KiB
 _MAX_SEGMENT_NBYTES = 16 * MiB
+_CATALOG_NBYTES = 4 * MiB
+_TABLE_NBYTES = 48 * KiB
+"""Of a table: pages that LMDB takes whatever it holds, and the ends of pages."""
 _MAX_TRACE_NBYTES = 64 * MiB
 
 
@@ -213,13 +217,13 @@ def open_disk(
         BadConfig, StoreUnusable: and nothing on disk was changed.
     """
     trace_nbytes = _trace_nbytes(fs, path, config, sizes)
-    segment_nbytes, log_max_nbytes, parts_nbytes = shares(sizes, trace_nbytes)
+    segment_nbytes, log_max_nbytes, parts_nbytes, catalog_nbytes = shares(sizes, trace_nbytes)
     first_look: list[Survey] = []
     lock_file = claim(fs, path, first_look.append)
     try:
         recovered = _recover(fs, path, config, sizes, state, counters)
+        state.catalog.max_nbytes = catalog_nbytes
         _count_read_errors(first_look[0], recovered, counters)
-        state.settle()
         # Also above what salvaged slots hold, which no segment header may tell any more.
         open_number = max(recovered.open_number, (state.table.last_put_seq() >> 32) + 1)
         store = _make_store(fs, path, config, sizes, counters)
@@ -259,10 +263,12 @@ def open_disk(
 
 
 def _recover(fs: Fs, path: str, config: Config, sizes: Sizes, state: State, counters: Counters) -> Recovered:
-    return recover(
+    recovered = recover(
         fs, path, state, strict=config.strict,
         salvage=lambda: _salvage(fs, path, config, sizes, state, counters),
     )  # fmt: skip
+    state.settle()
+    return recovered
 
 
 def _count_read_errors(first_look: Survey, recovered: Recovered, counters: Counters) -> None:
@@ -330,8 +336,17 @@ def _forget(fs: Fs, path: str, trace: NoTrace) -> None:
     unlink_broken(fs, path)
 
 
-def shares(sizes: Sizes, trace_nbytes: int = 0) -> tuple[int, int, int]:
-    """How the disk budget is shared: bytes of a segment, of the whole log, and of parts.
+class Shares(NamedTuple):
+    """Bytes of a segment, of the whole log, of parts, and of the namespaces and sessions in each table."""
+
+    segment_nbytes: int
+    log_max_nbytes: int
+    parts_nbytes: int
+    catalog_nbytes: int
+
+
+def shares(sizes: Sizes, trace_nbytes: int = 0) -> Shares:
+    """How the disk budget is shared.
 
     Two segments, the log that is kept and three tables are set aside at once, so that neither a log at its
     cap nor a checkpoint being written ever needs room that parts have taken. Two segments more are for a log
@@ -344,12 +359,14 @@ def shares(sizes: Sizes, trace_nbytes: int = 0) -> tuple[int, int, int]:
     budget = sizes.disk_nbytes
     segment = align_up(min(_MAX_SEGMENT_NBYTES, max(_MIN_SEGMENT_NBYTES, budget // 64)))
     log_max = min(sizes.log_keep_nbytes, budget // 8) + 2 * segment
-    parts = budget - log_max - 2 * segment - budget // 24 - trace_nbytes
+    catalog = min(budget // 64, max(budget // 512, _CATALOG_NBYTES))
+    tables = budget // 24 + 3 * (_TABLE_NBYTES + catalog)
+    parts = budget - log_max - 2 * segment - tables - trace_nbytes
     if parts < _CHUNK_NBYTES:
         raise BadConfig(
             f"disk_nbytes={format_nbytes(budget)} leaves too little for parts beside the log: give 8 MiB or more"
         )
-    return segment, log_max, parts
+    return Shares(segment, log_max, parts, catalog)
 
 
 def _salvage(fs: Fs, path: str, config: Config, sizes: Sizes, state: State, counters: Counters) -> int:
@@ -364,7 +381,7 @@ def _make_store(fs: Fs, path: str, config: Config, sizes: Sizes, counters: Count
     if config.disk == "lmdb":
         from .tier.lmdb_store import LmdbStore
 
-        map_nbytes = shares(sizes, _trace_nbytes(fs, path, config, sizes))[2]
+        map_nbytes = shares(sizes, _trace_nbytes(fs, path, config, sizes)).parts_nbytes
         return LmdbStore(fs, f"{path}/{SLABS}", map_nbytes=map_nbytes)
     return SlabStore(fs, f"{path}/{SLABS}", disk_io=config.disk_io, counters=counters)
 

@@ -14,7 +14,7 @@ from .plan import Parts
 from .room import Room
 from .sessions import Sessions
 from .spiller import Cause, Spiller
-from .table.catalog import SessionRow, to_record
+from .table.catalog import CatalogLog, SessionRow, to_record
 from .table.state import State
 from .tier.tensor import TensorTier
 from .wal.records import REMOVAL, REMOVED
@@ -46,7 +46,7 @@ class Remover:
         room: Room | None,
         spiller: Spiller | None,
         disk: Disk | None,
-        log: Callable[[int, Callable[[], tuple[bytes, ...]], str], None],
+        log: CatalogLog,
         in_use_s: float,
     ) -> None:
         self._lock = lock

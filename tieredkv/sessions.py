@@ -22,7 +22,7 @@ from .room import Room
 from .session_file import SessionFile, write_session
 from .spiller import Cause
 from .system import Clock
-from .table.catalog import SessionRow, Turn, session_with, to_record
+from .table.catalog import CatalogLog, SessionRow, Turn, session_with, to_record
 from .table.key_index import Rows
 from .table.state import State
 from .wal.records import CLOCK, SESSION
@@ -248,7 +248,7 @@ class Sessions:
         lock: threading.Condition,
         state: State,
         clock: Clock,
-        log: Callable[[int, Callable[[], tuple[bytes, ...]], str], None],
+        log: CatalogLog,
         remove: Callable[[Iterable[str]], None],
         room: Callable[[], Room | None],
         check_open: Callable[[], None],
@@ -373,7 +373,7 @@ class Sessions:
             self._in_doubt.add(after.name)
             return (after.encode(base),)
 
-        self._log(SESSION, make, f"session {after.name!r}")
+        self._log(SESSION, make, f"session {after.name!r}", after)
         with self._lock:
             self._in_doubt.discard(after.name)
             before = self._held.get(after.name)

@@ -61,10 +61,17 @@ def main(
 
 
 def _campaign(console: Console, plan: Plan, seed: int, only: str, full: bool) -> tuple[dict[str, Any], bool]:
-    began = time.monotonic()
+    began, told = time.monotonic(), set[str]()
+
+    def tell_new(totals: Totals) -> None:
+        new = [line for line in totals.findings.lines() if line not in told]
+        told.update(new)
+        for line in new[:40]:
+            console.print(line[:2000], style="red", markup=False, highlight=False)
 
     def part_is_over(part: str, totals: Totals) -> None:
-        """Hours may pass before the end: what is known is said."""
+        """Hours may pass before the end: what is known is said, and what is new in full."""
+        tell_new(totals)
         found = ", ".join(f"{count} {what}" for what, count in totals.found_by.items()) or "nothing found"
         console.print(f"{part} over after {time.monotonic() - began:.0f} s: {found} so far", style="dim")
 
@@ -74,8 +81,7 @@ def _campaign(console: Console, plan: Plan, seed: int, only: str, full: bool) ->
         else:
             totals = campaign.run(plan, seed, report, part_is_over=part_is_over)
     figures = _figures(totals, plan, full, only)
-    for line in totals.findings.lines()[:40]:
-        console.print(line[:2000], style="red", markup=False, highlight=False)
+    tell_new(totals)
     _show(console, totals, figures, time.monotonic() - began)
     result = {**totals.as_json(seed), "seconds": round(time.monotonic() - began, 1)}
     result["figures"] = [figure.as_json() for figure in figures]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..block.hashing import Tokens, common_prefix
 from ..block.layout import BlockLayout
-from ..errors import CorruptFormat
+from ..errors import CorruptFormat, SessionError
+from ..units import format_nbytes
 from ..wal.records import CLOCK, NAMESPACE, REMOVAL, REMOVED, SESSION, SESSION_END, Run
 
 _LENGTH = struct.Struct("<I")
@@ -26,6 +29,11 @@ class NamespaceRow:
     digest: bytes
     fingerprint: Mapping[str, Any]
     layout: BlockLayout
+
+    @cached_property
+    def nbytes(self) -> int:
+        """What it takes in a checkpoint."""
+        return _LENGTH.size + len(self.encode())
 
     def encode(self) -> bytes:
         return _to_json(
@@ -77,6 +85,11 @@ class SessionRow:
     used_at: float = 0.0
     left: tuple[str, ...] = field(default=(), repr=False)
 
+    @cached_property
+    def nbytes(self) -> int:
+        """What it takes in a checkpoint by itself; less where another session begins alike."""
+        return _LENGTH.size + len(replace(self, tokens=self.tokens[:0]).encode()) + 4 * len(self.tokens)
+
     def encode(self, before: SessionRow | None = None) -> bytes:
         """As a record: what differs from `before`, a row that the log already holds, of this name or another's."""
         if before is None or before.namespace != self.namespace:
@@ -119,17 +132,63 @@ class SessionRow:
 _PLAIN_FIELDS = ("anchors", "meta", "pinned", "priority", "expires_at", "used_at", "left")
 
 
+class CatalogLog(Protocol):
+    """Logs records of the catalog, made as of their place in the log, and waits until they are applied."""
+
+    def __call__(
+        self,
+        kind: int,
+        make: Callable[[], tuple[bytes, ...]],
+        what: str,
+        row: SessionRow | NamespaceRow | None = None,
+    ) -> None:
+        """Raises SessionError: the log does not take the records, or the disk budget does not take `row`."""
+        ...
+
+
 class Catalog:
-    """Every namespace by number and every session by name, with the removals that are not finished."""
+    """Every namespace by number and every session by name, with the removals that are not finished.
+
+    Attributes:
+        max_nbytes: what is set aside for it in a checkpoint; whoever adds to it looks first.
+    """
+
+    max_nbytes = sys.maxsize
+    _nbytes: int | None  # of all rows, None until somebody asks
 
     def __init__(self) -> None:
         self.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """What all rows take in a checkpoint at most, each by itself."""
+        if self._nbytes is None:
+            self._nbytes = sum(row.nbytes for row in self.namespaces.values())
+            self._nbytes += sum(row.nbytes for row in self.sessions.values())
+        return self._nbytes
+
+    def check_room(self, row: SessionRow | NamespaceRow, coming_nbytes: int, what: str) -> None:
+        """Raise SessionError if a checkpoint with `row`, and `coming_nbytes` of others, outgrows `max_nbytes`."""
+        if self.nbytes + coming_nbytes + row.nbytes <= self.max_nbytes:
+            return
+        sessions, namespaces = dict(self.sessions), dict(self.namespaces)
+        if isinstance(row, SessionRow):
+            sessions[row.name] = row
+        else:
+            namespaces[row.number] = row
+        nbytes = sum(n.nbytes for n in namespaces.values()) + len(_pack(_encoded(sessions.values())))
+        if nbytes + coming_nbytes > self.max_nbytes:
+            raise SessionError(
+                f"no space for {what}: sessions and namespaces would take {format_nbytes(nbytes)}, and disk_nbytes"
+                f" leaves them {format_nbytes(self.max_nbytes)}; delete some, or raise disk_nbytes"
+            )
 
     def clear(self) -> None:
         self.namespaces: dict[int, NamespaceRow] = {}
         self.sessions: dict[str, SessionRow] = {}
         self.removals: list[dict[str, Any]] = []
         self.clock_s = self.wall_s = 0.0
+        self._nbytes = None
 
     def by_digest(self, digest: bytes) -> NamespaceRow | None:
         return next((row for row in self.namespaces.values() if row.digest == digest), None)
@@ -143,11 +202,16 @@ class Catalog:
         if kind == NAMESPACE:
             namespace = NamespaceRow.decode(blob)
             self.namespaces[namespace.number] = namespace
+            self._nbytes = None
         elif kind == SESSION:
             session = SessionRow.decode(blob, self.sessions)
+            before = self.sessions.get(session.name)
             self.sessions[session.name] = session
+            if self._nbytes is not None:
+                self._nbytes += session.nbytes - (before.nbytes if before else 0)
         elif kind == SESSION_END:
             self.sessions.pop(_from_json(blob)["name"], None)
+            self._nbytes = None
         elif kind == REMOVAL:
             self._begin_removal(_from_json(blob))
         elif kind == REMOVED:
@@ -158,6 +222,7 @@ class Catalog:
 
     def _begin_removal(self, removal: dict[str, Any]) -> None:
         self.removals.append(removal)
+        self._nbytes = None
         for name in removal.get("sessions", ()):
             self.sessions.pop(name, None)
         number = removal.get("namespace")
@@ -168,7 +233,7 @@ class Catalog:
     def snapshot(self) -> dict[str, bytes]:
         """The catalog as two values of a checkpoint."""
         blobs = [n.encode() for n in self.namespaces.values()]
-        sessions = [s.encode() for s in self.sessions.values()]
+        sessions = _encoded(self.sessions.values())
         rest = _to_json({"removals": self.removals, "clock_s": self.clock_s, "wall_s": self.wall_s})
         return {"namespaces": _pack(blobs), "sessions": _pack(sessions), "catalog": rest}
 
@@ -186,6 +251,13 @@ class Catalog:
 def session_with(row: SessionRow, **changes: Any) -> SessionRow:
     """A copy of `row` with some fields changed."""
     return replace(row, **changes)
+
+
+def _encoded(sessions: Iterable[SessionRow]) -> list[bytes]:
+    """Sessions on top of one another: what begins alike stands once, as forks do in memory."""
+    ordered = sorted(sessions, key=lambda row: (row.namespace, row.tokens.tobytes()))
+    befores: list[SessionRow | None] = [None, *ordered]
+    return [row.encode(before) for before, row in zip(befores, ordered, strict=False)]
 
 
 def _pack(blobs: list[bytes]) -> bytes:
