@@ -82,7 +82,7 @@ def test_a_hit_touches_every_tier(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_disk_smaller_than_memory_keeps_what_is_used_most(tmp_path: Path, policy: str) -> None:
     """At close, spills of what nobody used for longest do not push out what was hit last."""
-    sizes = {"device_nbytes": "16MiB", "host_nbytes": 0, "disk_nbytes": "10MiB", "log_keep_nbytes": 0}
+    sizes = {"device_nbytes": "16MiB", "host_nbytes": 0, "disk_nbytes": "10752KiB", "log_keep_nbytes": 0}
     sizes |= {"spill": "evict", "policy": policy}
     with opened(tmp_path, **sizes) as kv:
         space = kv.namespace(IDENTITY, LAYOUTS["full"])
