@@ -38,10 +38,12 @@ from core_helpers import (
 from tieredkv import Reason, Turn, spiller
 from tieredkv.cache import TieredCache, open_cache
 from tieredkv.disk import shares
-from tieredkv.errors import DamagedStore, PathUnusable, SessionError
+from tieredkv.errors import Closed, DamagedStore, PathUnusable, SessionError
 from tieredkv.machine import resolve
 from tieredkv.outcomes import Tier
 from tieredkv.system.fs import File, OsFs
+from tieredkv.table.recovery import recover
+from tieredkv.table.state import State
 from tieredkv.tier import tensor
 
 
@@ -724,6 +726,71 @@ def test_an_error_of_a_log_file_at_open_is_counted_wherever_it_strikes(tmp_path:
         with opened(copy, fs=HookedFs(fail_once)) as kv:
             assert num_calls >= fails_at
             assert kv.stats().counters.get("log_read_errors") == 1 or kv.recovery.damage, fails_at
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_log_that_cannot_be_read_is_left_as_it_is(tmp_path: Path, call: str) -> None:
+    """It says nothing of what is in it: neither is the store begun anew, nor does a checkpoint go."""
+    with opened(tmp_path) as kv:
+        store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))
+        assert kv.flush(60).ok and kv.checkpoint()
+        store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(1))
+        assert kv.flush(60).ok
+
+    def contents() -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != "LOCK"}
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == call and path.endswith(".wal"):
+            raise OSError(errno.EIO, "made to fail", path)
+
+    before = contents()
+    with pytest.raises(PathUnusable, match=r"log segment \d+ cannot be read"):
+        open_cache(tmp_path, small(), fs=HookedFs(refuse))
+    assert contents() == before
+    with opened(tmp_path) as kv:
+        for seed in (0, 1):
+            assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))[0] == 320
+
+
+def test_what_a_segment_that_cannot_be_read_may_name_stays(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        for seed in range(3):
+            store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))
+            assert kv.flush(60).ok and kv.checkpoint()
+    newest, tables = max(tmp_path.glob("wal/*.wal")).name, {p.name for p in tmp_path.glob("table-*")}
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "open" and path.endswith(newest):
+            raise OSError(errno.EIO, "made to fail", path)
+
+    fs = HookedFs(refuse)
+    state = State()
+    recover(fs, str(tmp_path), state)
+    assert {p.name for p in tmp_path.glob("table-*")} == tables
+
+
+def test_a_purge_that_the_log_takes_too_late_is_waited_for(tmp_path: Path) -> None:
+    """What is put into the namespace after it would belong to nothing."""
+    gate = Gate()
+    fs = HookedFs(lambda op, path: gate.pass_through() if op == "pwritev" and path.endswith(".wal") else None)
+    with opened(tmp_path, fs=fs, deadline_s=0.2) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        store(space, prompt(0))
+        assert kv.flush(60).ok
+        gate.shut()
+        with pytest.raises(SessionError, match="did not take"):
+            kv.purge(space)
+        with pytest.raises(SessionError, match="being purged"):
+            kv.namespace(IDENTITY, LAYOUTS["full"])
+        with pytest.raises(Closed):
+            space.lookup(prompt(0))
+        gate.open()
+        assert comes_true(lambda: not kv._state.catalog.namespaces)
+        again = kv.namespace(IDENTITY, LAYOUTS["full"])
+        assert load_checked(again, prompt(0))[0] == 0
+        assert store(again, prompt(1)).wait(60)
+        assert load_checked(again, prompt(1))[0] == 320
 
 
 def test_memory_that_cannot_be_pinned_is_counted(

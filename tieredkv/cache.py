@@ -37,6 +37,7 @@ from .sessions import Session, Sessions
 from .spiller import Cause, Spiller
 from .system import Clock, Fs, OsFs, SystemClock
 from .table.catalog import NamespaceRow, SessionRow
+from .table.journal import Ticket
 from .table.key_index import Rows
 from .table.state import State
 from .tier.arena import Arena
@@ -95,6 +96,14 @@ class WorkingBuffer(Protocol):
         ...
 
 
+class _InDoubt(SessionError):
+    """The log did not take a record in time, and may still."""
+
+    def __init__(self, error: SessionError, ticket: Ticket) -> None:
+        super().__init__(str(error))
+        self.ticket = ticket
+
+
 class TieredCache:
     """Blocks of KV on the device, in host memory and on disk. Any thread of the opening process may call."""
 
@@ -119,6 +128,9 @@ class TieredCache:
         self._memories: dict[Tier, TensorTier] = {}
         self._residents: dict[Tier, Residency] = {}
         self._spaces: dict[bytes, Namespace] = {}
+        self._going: dict[
+            bytes, Ticket
+        ] = {}  # namespaces of which it is not known whether the log took their purge
         self._working: weakref.WeakSet[WorkingBuffer] = weakref.WeakSet()
         self._making = threading.Lock()
         self._unusable: str | None = None
@@ -194,15 +206,27 @@ class TieredCache:
 
         Raises:
             BadConfig: a tier's budget is smaller than one block.
+            SessionError: the log has not taken it, or a purge of it, in time.
         """
         self.check_open()
         digest = identity.digest(layout)
         with self._making:
+            self._await_purge(digest)
             if digest not in self._spaces:
                 self._make_tiers(layout)
                 row = self._namespace_row(digest, identity, layout)
                 self._spaces[digest] = Namespace(row, self._core())
             return self._spaces[digest]
+
+    def _await_purge(self, digest: bytes) -> None:
+        """A purge that the log may still take would take whatever is put into the namespace meanwhile."""
+        ticket = self._going.get(digest)
+        if ticket is None:
+            return
+        ticket.wait(self.deadline_s)
+        if ticket.is_in_doubt:
+            raise SessionError("the namespace is being purged, and the log has not taken that yet")
+        del self._going[digest]
 
     def _namespace_row(self, digest: bytes, identity: Identity, layout: BlockLayout) -> NamespaceRow:
         with self._lock:
@@ -237,7 +261,8 @@ class TieredCache:
             self._coming_nbytes -= nbytes
         if not done:
             why = ticket.error or f"not within {self.deadline_s} s"
-            raise SessionError(f"the log did not take {what}: {why}")
+            error = SessionError(f"the log did not take {what}: {why}")
+            raise error if ticket.error is not None else _InDoubt(error, ticket)
 
     def _make_tiers(self, layout: BlockLayout) -> None:
         """The memory tiers, at the first namespace: only then is the size of a part known."""
@@ -432,11 +457,15 @@ class TieredCache:
                 self._check_ours(space)
                 del self._spaces[space.digest]
                 space.retire()
+            in_doubt = False
             try:
                 self._remover().purge(space.row.number)
+            except _InDoubt as error:
+                self._going[space.digest], in_doubt = error.ticket, True
+                raise
             finally:
                 with self._lock:
-                    if space.row.number in self._state.catalog.namespaces:
+                    if space.row.number in self._state.catalog.namespaces and not in_doubt:
                         self._spaces[space.digest] = space
                         space.revive()
 

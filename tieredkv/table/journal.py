@@ -75,6 +75,11 @@ class Ticket:
         self.error: Exception | None = None
         self.lsn = 0
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """It may still be applied, or fail."""
+        return not self._is_done
+
     def wait(self, timeout_s: float | None) -> bool:
         if not self._is_done:
             gate = _Gate()

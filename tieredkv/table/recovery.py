@@ -67,6 +67,11 @@ class Survey:
         return [segment.header for segment in self.segments if segment.header is not None]
 
     @property
+    def unread(self) -> list[SegmentInfo]:
+        """Segments that the system would not give: what their headers name is not known."""
+        return [segment for segment in self.segments if segment.is_unread]
+
+    @property
     def is_new(self) -> bool:
         """Whether nothing was ever committed here; also a store whose making was cut short."""
         used = any(segment.head in (Head.GOOD, Head.DAMAGED) for segment in self.segments)
@@ -174,12 +179,15 @@ def recover(
     add what it can prove from slot headers, and returns how much that was.
 
     Raises:
-        PathUnusable, NewerFormat, NotAStore: as `survey`.
+        PathUnusable, NewerFormat, NotAStore: as `survey`; or no segment of the log can be read, which says nothing
+            of what is in it.
         DamagedStore: damage, and `strict`. Nothing on disk was changed by any of these.
     """
     clock = clock or SystemClock()
     began = clock.monotonic()
     found = survey(fs, store_dir)
+    if found.unread and not found.headers:
+        raise PathUnusable(f"{store_dir}: log segment {found.unread[-1].number} {found.unread[-1].trouble}")
     damage: list[str] = []
     checkpoint = restore(fs, store_dir, found, state, damage)
     log = LogRead(fs, f"{store_dir}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
@@ -242,7 +250,7 @@ def restore(
 
 
 def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
-    """Put aside what lies in the place of a directory of ours, and unlink what no good header names.
+    """Put aside what lies in the place of a directory of ours, and unlink what no header names.
 
     Returns what could not be done.
     """
@@ -255,7 +263,9 @@ def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
         for name in fs.list_names(wal_dir):
             if name.endswith(UNFINISHED) and not fs.is_dir(f"{wal_dir}/{name}"):
                 fs.unlink(f"{wal_dir}/{name}")
-        failures = prune_checkpoints(fs, store_dir, {header.checkpoint.lsn for header in found.headers})
+        failures: list[str] = []
+        if not found.unread:
+            failures = prune_checkpoints(fs, store_dir, {header.checkpoint.lsn for header in found.headers})
         fs.sync_dir(store_dir)
     except OSError as error:
         raise PathUnusable(f"{store_dir}: {error.strerror}") from error

@@ -62,13 +62,17 @@ class Head(str, Enum):
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One file of the log. `header` is there when `head` is GOOD; otherwise `trouble` says what was met."""
+    """One file of the log. `header` is there when `head` is GOOD; otherwise `trouble` says what was met.
+
+    `is_unread`: the system would not give it, so it may be as good as ever.
+    """
 
     number: int
     nbytes: int
     head: Head
     header: SegmentHeader | None = None
     trouble: str = ""
+    is_unread: bool = False
 
 
 class End(str, Enum):
@@ -109,10 +113,10 @@ def _scan(fs: Fs, wal_dir: str, number: int) -> SegmentInfo:
     try:
         with _opened(fs, wal_dir, number) as file:
             nbytes = file.nbytes()
-            head, header, trouble = _read_head(file, number)
+            return SegmentInfo(number, nbytes, *_read_head(file, number))
     except OSError as error:
-        head, header, trouble = Head.DAMAGED, None, f"cannot be read: {error.strerror}"
-    return SegmentInfo(number, nbytes, head, header, trouble)
+        trouble = f"cannot be read: {error.strerror}"
+        return SegmentInfo(number, nbytes, Head.DAMAGED, trouble=trouble, is_unread=True)
 
 
 def _read_head(file: File, number: int) -> tuple[Head, SegmentHeader | None, str]:
