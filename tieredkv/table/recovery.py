@@ -179,15 +179,13 @@ def recover(
     add what it can prove from slot headers, and returns how much that was.
 
     Raises:
-        PathUnusable, NewerFormat, NotAStore: as `survey`; or no segment of the log can be read, which says nothing
-            of what is in it.
+        PathUnusable, NewerFormat, NotAStore: as `survey`; or no segment of the log can be read.
         DamagedStore: damage, and `strict`. Nothing on disk was changed by any of these.
     """
     clock = clock or SystemClock()
     began = clock.monotonic()
     found = survey(fs, store_dir)
-    if found.unread and not found.headers:
-        raise PathUnusable(f"{store_dir}: log segment {found.unread[-1].number} {found.unread[-1].trouble}")
+    _refuse_unread(found, store_dir)
     damage: list[str] = []
     checkpoint = restore(fs, store_dir, found, state, damage)
     log = LogRead(fs, f"{store_dir}/{WAL}", found.segments, checkpoint.lsn if checkpoint else 0)
@@ -200,8 +198,7 @@ def recover(
     if salvage is not None and (log.end.end is End.CORRUPT or checkpoint is None):
         num_salvaged = salvage()
     damage += _tidy(fs, store_dir, found)
-    unsynced = _sync_tail(fs, store_dir, log.position)
-    damage += unsynced
+    damage += (unsynced := _sync_tail(fs, store_dir, log.position))
     must_checkpoint |= bool(unsynced)
     report = RecoveryReport(
         seconds=clock.monotonic() - began,
@@ -227,6 +224,13 @@ def recover(
         segments=found.segments,
         num_read_errors=log.num_read_errors,
     )
+
+
+def _refuse_unread(found: Survey, store_dir: str) -> None:
+    """A log that the system does not give says nothing of what is in it: the store is not begun anew for that."""
+    if found.unread and not found.headers:
+        segment = found.unread[-1]
+        raise PathUnusable(f"{store_dir}: log segment {segment.number} {segment.trouble}")
 
 
 def restore(
