@@ -753,6 +753,44 @@ def test_a_log_that_cannot_be_read_is_left_as_it_is(tmp_path: Path, call: str) -
             assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))[0] == 320
 
 
+def test_a_checkpoint_that_cannot_be_read_and_has_no_other_before_it_stays(tmp_path: Path) -> None:
+    with opened(tmp_path / "whole") as kv:
+        space, other = kv.namespace(IDENTITY, LAYOUTS["full"]), kv.namespace(IDENTITY, MIXED)
+        assert store(space, prompt(0)).wait(60)
+        kv.purge(other)  # leaves one checkpoint and the log behind it
+        tmp_path = shutil.copytree(tmp_path / "whole", tmp_path / "copy")
+    (table,) = tmp_path.glob("table-*.lmdb")
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "open" and path.endswith(table.name):
+            raise OSError(errno.EIO, "made to fail", path)
+
+    with pytest.raises(PathUnusable, match=r"table-.* cannot be read"):
+        open_cache(tmp_path, small(), fs=HookedFs(refuse))
+    with opened(tmp_path) as kv:
+        assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))[0] == 320
+    table, *_ = tmp_path.glob("table-*.lmdb")
+    for path in tmp_path.glob("table-*.lmdb"):
+        path.unlink()
+        path.symlink_to("/dev/zero")  # no file of ours: nothing to wait for
+    with opened(tmp_path) as kv:
+        assert kv.recovery.damage
+
+
+def test_a_purge_blanks_what_cannot_be_punched(tmp_path: Path) -> None:
+    """Also a chunk that had gone back to the budget before, and that the system would not take then."""
+    fs = HookedFs(Fault(errno.EIO, {"punch"}))
+    with opened(tmp_path, fs=fs) as kv:
+        for seed, layout in enumerate(("full", "mixed")):
+            space = kv.namespace(IDENTITY, LAYOUTS[layout])
+            marker = prompt(seed)[:SIZE].tobytes()
+            assert store(space, prompt(seed)).wait(60)
+            assert kv.flush(60).ok and any(marker in p.read_bytes() for p in tmp_path.glob("slabs/*"))
+            kv.purge(space)
+            assert not any(marker in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+        assert kv.stats().counters["punch_errors"] >= 2
+
+
 def test_what_a_segment_that_cannot_be_read_may_name_stays(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         for seed in range(3):

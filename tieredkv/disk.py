@@ -60,6 +60,7 @@ class Disk:
         open_number: int,
         trace: NoTrace,
         forget: Callable[[], None],
+        counters: Counters,
     ) -> None:
         self._lock = lock
         self._state = state
@@ -71,6 +72,7 @@ class Disk:
         self._put_seq = open_number << 32
         self.trace = trace
         self._forget = forget
+        self._counters = counters
         self._failed: list[FailedPlace] = []
         self.on_failed_sync: Callable[[Parts], None] = lambda _parts: None
 
@@ -91,6 +93,7 @@ class Disk:
         try:
             self.store.sync()
         except StoreFailed as error:
+            self._counters.add("slab_sync_errors", len(error.failed))
             with self._lock:
                 for place in error.failed:
                     self.resident.arena.retire(place.part_nbytes + SLOT_HEADER_NBYTES, place.chunks)
@@ -110,6 +113,7 @@ class Disk:
             try:
                 self.store.discard(place)
             except OSError:
+                self._counters.add("slab_discard_errors")
                 continue
             with self._lock:
                 arena.reinstate(stride, place.chunks)
@@ -136,7 +140,7 @@ class Disk:
                 return False
             self.store.blank(0, [])
         else:
-            self._punch_spare()
+            self._empty_spare()
             for part_nbytes in self.store.num_chunks():
                 self._blank_free(part_nbytes)
         return self.sync_parts() and self.journal.forget_past(until)
@@ -168,14 +172,32 @@ class Disk:
             ticket = self.journal.submit(DROP, records, applied, failed)
         return ticket.wait(max(0.0, until - time.monotonic()))
 
-    def _punch_spare(self) -> None:
+    def _empty_spare(self) -> None:
+        """Give back the space of chunks in which nothing lives; blank what the system does not take back."""
         arena = self.resident.arena
         with self._lock:
-            spare = arena.retire_spare(0)
-        self.resident.punch(spare)
-        with self._lock:
+            spare = [*arena.retire_spare(0), *self._left_over()]
+        try:
+            self.resident.punch(spare)
             for stride, chunk in spare:
-                arena.reinstate(stride, [chunk])
+                if chunk in self.store.held_chunks(stride - SLOT_HEADER_NBYTES):
+                    per_chunk = arena.slots_per_chunk(stride)
+                    slots = np.arange(chunk * per_chunk, (chunk + 1) * per_chunk)
+                    self.store.blank(stride - SLOT_HEADER_NBYTES, slots)
+        finally:
+            with self._lock:
+                for stride, chunk in spare:
+                    arena.reinstate(stride, [chunk])
+
+    def _left_over(self) -> list[tuple[int, int]]:
+        """`(stride, chunk)` of what the budget has back and the system has not; retired now (lock held)."""
+        arena, left = self.resident.arena, []
+        for part_nbytes in self.store.num_chunks():
+            stride = part_nbytes + SLOT_HEADER_NBYTES
+            for chunk in arena.not_taken(stride, sorted(self.store.held_chunks(part_nbytes))):
+                arena.retire(stride, [chunk])
+                left.append((stride, chunk))
+        return left
 
     def _blank_free(self, part_nbytes: int) -> None:
         """Blank the free slots between live ones, holding them meanwhile so that none is used."""
@@ -247,7 +269,7 @@ def open_disk(
         disk = Disk(
             lock=lock, state=state, store=store, resident=resident, journal=journal, lock_file=lock_file,
             report=_report(recovered, state, num_dropped), open_number=open_number,
-            trace=trace, forget=lambda: _forget(fs, path, trace),
+            trace=trace, forget=lambda: _forget(fs, path, trace), counters=counters,
         )  # fmt: skip
         disk_of.append(disk)
         journal.start(must_checkpoint=recovered.must_checkpoint)

@@ -26,6 +26,9 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 102
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _PUNCH_HOLE_KEEP_SIZE = 0x03
+NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""What opening a name says when something else than a file lies there."""
+
 _REFUSED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 

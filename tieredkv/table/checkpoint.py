@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from ..errors import CorruptFormat
-from ..system import File, Fs
+from ..system import NO_FILE, File, Fs
 from ..units import KiB, MiB, align_up
 from ..wal.format import CheckpointRef
 
@@ -33,6 +33,10 @@ _CHECKSUM_NBYTES = 8
 _LMDB_MAGIC, _LMDB_MAGIC_AT = (0xBEEFC0DE).to_bytes(4, "little"), 16
 _NAME = re.compile(r"table-(\d{20})\.lmdb")
 _TEMPORARY = re.compile(r"table-\d{20}\.lmdb\.tmp")
+
+
+class CheckpointUnread(CorruptFormat):
+    """The system did not give a checkpoint's bytes."""
 
 
 def checkpoint_name(lsn: int) -> str:
@@ -91,7 +95,8 @@ def read_checkpoint(fs: Fs, store_dir: str, ref: CheckpointRef) -> dict[str, Any
     """The arrays of the checkpoint that `ref` vouches for, as own copies; at LSN 0 there are none.
 
     Raises:
-        CorruptFormat: it is not there, cannot be read, or is not what was written.
+        CheckpointUnread: the system does not give it, so it may be as good as ever.
+        CorruptFormat: it is not there, is no file, or not what was written.
     """
     if ref.lsn == 0:
         return {}
@@ -102,7 +107,8 @@ def read_checkpoint(fs: Fs, store_dir: str, ref: CheckpointRef) -> dict[str, Any
         with fs.as_real_file(path) as real:
             return _read_all(real, fs.file_nbytes(path))
     except OSError as error:
-        raise CorruptFormat(f"{name} cannot be read: {error.strerror}") from error
+        kind = CorruptFormat if error.errno in (errno.ENOENT, *NO_FILE) else CheckpointUnread
+        raise kind(f"{name} cannot be read: {error.strerror}") from error
     except (CorruptFormat, lmdb.Error, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
         raise CorruptFormat(f"{name}: {error}") from error
 

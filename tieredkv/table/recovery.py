@@ -23,6 +23,7 @@ from ..wal.reader import End, Head, LogRead, Lsns, SegmentInfo, refuse_newer, sc
 from ..wal.records import Run
 from ..wal.writer import UNFINISHED
 from .checkpoint import (
+    CheckpointUnread,
     checkpoint_name,
     is_lmdb,
     is_temporary_name,
@@ -236,7 +237,12 @@ def _refuse_unread(found: Survey, store_dir: str) -> None:
 def restore(
     fs: Fs, store_dir: str, found: Survey, state: Recoverable, damage: list[str]
 ) -> CheckpointRef | None:
-    """Load the newest checkpoint that is whole; None if there should be one and none is."""
+    """Load the newest checkpoint that is whole; None if there should be one and none is.
+
+    Raises:
+        PathUnusable: none is whole, and one could not be read: the store is not begun anew for that.
+    """
+    unread: CheckpointUnread | None = None
     for ref in found.candidates():
         state.clear()
         try:
@@ -245,7 +251,10 @@ def restore(
             return ref
         except CorruptFormat as error:
             damage.append(str(error))
+            unread = error if isinstance(error, CheckpointUnread) else unread
     state.clear()
+    if unread is not None:
+        raise PathUnusable(f"{store_dir}: {unread}")
     if found.is_new:
         return CheckpointRef()
     if not found.headers:

@@ -312,6 +312,11 @@ class Arena:
             num_gone = pool.open(chunk, _RETIRED)
             self._used_nbytes -= num_gone * self.chunk_span(stride_nbytes)
 
+    def not_taken(self, stride_nbytes: int, chunks: Iterable[int]) -> list[int]:
+        """Those of `chunks` that no pool of this size has, nor are they retired."""
+        pool = self._pool(stride_nbytes)
+        return [c for c in chunks if not pool.holds(c) and not pool.numbers.is_taken(c)]
+
     def num_live_in(self, stride_nbytes: int, chunks: Iterable[int]) -> int:
         """Live slots in these chunks."""
         pool = self._pools.get(stride_nbytes)

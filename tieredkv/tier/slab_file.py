@@ -10,12 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from ..outcomes import Counters
-from ..system.fs import File, Fs
+from ..system.fs import NO_FILE, File, Fs
 from .base import FailedPlace, StoreFailed
 from .slab_format import SLOT_HEADER_NBYTES, Buffer
-
-_NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO)
-"""What opening a name says when something else than a file lies there."""
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What opening for writing says when reading may still work."""
@@ -252,7 +249,7 @@ class SlabFile:
         try:
             file = self._opened(create=True)
         except OSError as error:
-            if error.errno in _NO_FILE:
+            if error.errno in NO_FILE:
                 self.fail(error)
             self.refuse_if_failed()
             raise

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptFormat, NewerFormat
-from ..system import File, Fs
+from ..system import NO_FILE, File, Fs
 from ..units import PAGE_NBYTES, MiB
 from .format import (
     BEFORE_THE_LOG,
@@ -116,7 +116,9 @@ def _scan(fs: Fs, wal_dir: str, number: int) -> SegmentInfo:
             return SegmentInfo(number, nbytes, *_read_head(file, number))
     except OSError as error:
         trouble = f"cannot be read: {error.strerror}"
-        return SegmentInfo(number, nbytes, Head.DAMAGED, trouble=trouble, is_unread=True)
+        return SegmentInfo(
+            number, nbytes, Head.DAMAGED, trouble=trouble, is_unread=error.errno not in NO_FILE
+        )
 
 
 def _read_head(file: File, number: int) -> tuple[Head, SegmentHeader | None, str]:

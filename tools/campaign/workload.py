@@ -220,7 +220,11 @@ class Life:
         if self._forgets:
             return
         prompt = self._rng.choice(self._prompts)
-        space = self.space(prompt.tenant)
+        try:
+            space = self.space(prompt.tenant)
+        except SessionError as error:  # purged, and the log does not take it again
+            self.errors.append(f"space: {error}")
+            return
         for _ in range(20):
             lost = set(stranded(self.cache, space, prompt)) - self._headless
             if not lost:
