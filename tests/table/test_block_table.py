@@ -144,9 +144,11 @@ def test_replay_gives_what_live_use_gave() -> None:
             if not held[seed]:
                 del held[seed]
         else:
-            live.register(1, digests)
+            number = rng.randrange(1, 4)  # after a purge the same identity may have another
+            live.register(number, digests)
             places = [(next_slot + n, seq + n) for n in range(len(digests))]
             run = puts(digests, *map(list, zip(*places, strict=True)))
+            run.records["namespace"] = number
             next_slot, seq = next_slot + len(digests), seq + len(digests)
             held[seed] = places
         rows = live.apply(lsn, run)
@@ -177,9 +179,10 @@ def on_disk(table: BlockTable) -> dict[bytes, int]:
     return {table.digest[row].tobytes(): row for row in rows.tolist()}
 
 
-def durable(table: BlockTable) -> dict[bytes, tuple[int, int, int, int]]:
+def durable(table: BlockTable) -> dict[bytes, tuple[int, int, int, int, int]]:
     return {
         digest: (
+            int(table.namespace[r]),
             int(table.slot[Tier.DISK, 0, r]),
             int(table.put_seq[0, r]),
             int(table.checksum[0, r]),
