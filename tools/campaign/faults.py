@@ -94,7 +94,10 @@ def _faulted(seed: int, findings: Findings, digests: set[bytes]) -> bool:
             examination = Examination(
                 config, expected, where, rng, deeper=False, lossless=fault.effect not in _DISHONEST
             )
-            findings.add(examination.of(image))
+            found = examination.of(image)
+            if fault.effect in _DISHONEST:
+                found.resurrected.clear()  # the record of a removal is among what such a disk may lose
+            findings.add(found)
     return bool(fault.num_fired)
 
 

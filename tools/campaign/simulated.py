@@ -205,7 +205,7 @@ class Examination:
 
     def of(self, image: Image) -> Findings:
         found = Findings()
-        gone = sorted(self.expected.gone.items()) if self.lossless else []  # a disk that lies may keep them
+        gone = sorted(self.expected.gone.items())
         sample = dict(self.rng.sample(gone, min(8, len(gone))))
         left = traces(image.files.values(), sample, HYBRID)
         found.resurrected += [
