@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tieredkv.testing.oracle import Findings, Oracle, observed
-from tieredkv.testing.sim_disk import Image, Item
+from tieredkv.testing.sim_disk import Image
 from tieredkv.testing.sim_fs import Fault, Op, SimFs
 
 from .processes import Say
@@ -72,10 +72,11 @@ def _faulted(seed: int, findings: Findings, digests: set[bytes]) -> bool:
 
     def before(op: Op) -> None:
         if rng.random() < 0.04 and len(images) < 4:
-            frozen = fs.disk.freeze()
             power = fault.effect == "revert" or rng.random() < 0.8
-            lost = frozen.draw(rng) if power else frozenset[Item]()
-            images.append((op.number, power, frozen.image(lost)))
+            frozen = fs.disk.freeze()
+            # A kill leaves what readers see, also where a failed sync has left that in the page cache alone.
+            image = frozen.image(frozen.draw(rng)) if power else fs.disk.seen()
+            images.append((op.number, power, image))
 
     fs = SimFs(before_op=before, seed=seed, direct=rng.random() < 0.5)
     events = Events(lambda: fs.num_ops)
