@@ -340,6 +340,35 @@ def test_a_slab_removed_from_outside_is_written_again(tmp_path: Path) -> None:
         assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
 
 
+def test_what_is_logged_after_its_slab_has_failed_is_never_called_durable(tmp_path: Path) -> None:
+    """P7: the payload was written before the sync that failed, the record came after it."""
+    gate, fault = Gate(), Fault(errno.EIO, {"datasync"}, "slabs", count=1)
+
+    def hook(operation: str, path: str) -> None:
+        if operation == "pwritev" and path.endswith(".wal"):
+            gate.pass_through()
+        fault(operation, path)
+
+    with opened(tmp_path, fs=HookedFs(hook), durability="flush", device_nbytes="1MiB") as kv:
+        space, disk = kv.namespace(IDENTITY, LAYOUTS["full"]), kv._disk
+        assert disk is not None
+        gate.shut()
+        stored = store(space, prompt(0))
+        assert comes_true(lambda: gate.num_waited > 0), "written, and not in the log"
+        assert not disk.sync_parts()
+        gate.open()
+        assert stored.wait(60)
+        (place,) = disk._failed
+        assert disk._not_durable(place.part_nbytes, place.chunks), "its record is there"
+        assert not disk.sync_parts(), "and it cannot become durable"
+        assert kv.flush(60).ok
+        with kv._lock:
+            assert kv._table.on_disk(kv._table.find(space.chain(prompt(0)))).all(), "it was spilled again"
+            assert not any(disk._not_durable(p.part_nbytes, p.chunks) for p in disk._failed)
+    with opened(tmp_path) as kv:
+        assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(0))[0] == 320
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("where", ["wal", "slabs"])
 def test_one_failed_sync_loses_nothing_acknowledged(tmp_path: Path, where: str, nth: int) -> None:

@@ -348,8 +348,8 @@ class TieredCache:
     def _give_up(self, parts: Parts) -> None:
         """A slab failed to sync: what it cannot keep is off the disk until it is spilled again (lock held)."""
         assert self._spiller is not None, "only a disk tier fails to sync"
-        self._counters.add("failed_sync_parts", len(parts))
         if parts:
+            self._counters.add("failed_sync_parts", len(parts))
             self._spiller.drop(parts, Cause.FAILED_SYNC)
 
     def _core(self) -> Core:

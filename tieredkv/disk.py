@@ -89,16 +89,24 @@ class Disk:
         return first
 
     def sync_parts(self) -> bool:
-        """Make payloads durable; what a failed slab cannot keep is dropped, and False returned."""
+        """Make payloads durable; what a failed slab cannot keep is dropped, and False returned until that is so.
+
+        A part may be written before its slab fails and logged after it: it is looked for each time.
+        """
+        failed: Sequence[FailedPlace] = ()
         try:
             self.store.sync()
         except StoreFailed as error:
-            self._counters.add("slab_sync_errors", len(error.failed))
-            with self._lock:
-                for place in error.failed:
-                    self.resident.arena.retire(place.part_nbytes + SLOT_HEADER_NBYTES, place.chunks)
-                    self.on_failed_sync(self._not_durable(place.part_nbytes, place.chunks))
-                self._failed += error.failed
+            failed = error.failed
+            self._counters.add("slab_sync_errors", len(failed))
+        with self._lock:
+            for place in failed:
+                self.resident.arena.retire(place.part_nbytes + SLOT_HEADER_NBYTES, place.chunks)
+            self._failed += [place for place in failed if place not in self._failed]
+            lost = [self._not_durable(place.part_nbytes, place.chunks) for place in self._failed]
+            for parts in lost:
+                self.on_failed_sync(parts[~self._state.table.leaving[parts.groups, parts.rows]])
+        if failed or any(lost):
             return False
         self._discard_failed()
         return True
