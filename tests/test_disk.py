@@ -323,6 +323,22 @@ def test_a_read_only_directory(tmp_path: Path, code: int) -> None:
         assert load_checked(kv.namespace(IDENTITY, MIXED), prompt(0))[0] == 320
 
 
+def test_a_flush_on_a_disk_that_stays_full_gives_up_and_the_next_may_succeed(tmp_path: Path) -> None:
+    fault = Fault(errno.ENOSPC, {"pwritev", "allocate", "create"}, "wal")
+    fault.on = False
+    with opened(tmp_path, fs=HookedFs(fault), durability="flush") as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        assert store(space, prompt(0)).wait(60)
+        fault.on = True
+        with contextlib.suppress(SessionError):
+            kv.session("a", space).commit(prompt(0), [])
+        began = time.monotonic()
+        assert not kv.flush(60).ok
+        assert time.monotonic() - began < 30, "it waited for its deadline"
+        fault.on = False
+        assert kv.flush(60).ok
+
+
 # ---- failed syncs --------------------------------------------------------------------------------
 
 
