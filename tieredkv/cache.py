@@ -128,9 +128,8 @@ class TieredCache:
         self._memories: dict[Tier, TensorTier] = {}
         self._residents: dict[Tier, Residency] = {}
         self._spaces: dict[bytes, Namespace] = {}
-        self._going: dict[
-            bytes, Ticket
-        ] = {}  # namespaces of which it is not known whether the log took their purge
+        # Namespaces of which it is not known whether the log took their purge.
+        self._going: dict[bytes, Ticket] = {}
         self._working: weakref.WeakSet[WorkingBuffer] = weakref.WeakSet()
         self._making = threading.Lock()
         self._unusable: str | None = None

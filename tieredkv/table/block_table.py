@@ -398,9 +398,8 @@ class BlockTable:
             rows_held = rows
         groups = records["group"].astype(np.int64)
         self._about_to_change(rows_held)
-        if (
-            self.replaying
-        ):  # rows outlive a removal then, and what was purged has another number when it comes again
+        if self.replaying:
+            # Rows outlive a removal then, and what was purged has another number when it comes again.
             self.namespace[rows_held] = records["namespace"]
         self.slot[Tier.DISK, groups, rows_held] = records["slot"].astype(np.int32)
         self.checksum[groups, rows_held] = records["checksum"]
