@@ -272,6 +272,34 @@ def test_nothing_is_stranded_and_lookups_find_the_most(
                 assert_nothing_stranded(kv)
 
 
+@pytest.mark.parametrize("spill", ["eager", "evict"])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_full_disk_of_a_closed_store_has_no_block_without_those_before_it(
+    tmp_path: Path, policy: str, spill: str
+) -> None:
+    """P11: nothing goes to the disk in the place of what it follows, or without it."""
+    seed = random.randrange(1 << 20)
+    print("seed", seed)
+    rng = random.Random(seed)
+    trunks = [prompt(1000 + n, 100 * SIZE) for n in range(4)]
+    seen: list[np.ndarray] = []
+    changes = {"policy": policy, "spill": spill, "device_nbytes": "4MiB", "host_nbytes": "8MiB"}
+    for _ in range(3):
+        with opened(tmp_path, disk_nbytes=int(10.5 * 2**20), log_keep_nbytes=0, **changes) as kv:
+            space = kv.namespace(IDENTITY, LAYOUTS["full"])
+            for tokens in seen:
+                rows = kv._table.find(space.chain(tokens))
+                there = kv._table.on_disk(rows)[0] & (rows >= 0)
+                assert (there == np.logical_and.accumulate(there)).all()
+            for _ in range(40):
+                if seen and rng.random() < 0.3:
+                    load_checked(space, rng.choice(seen))
+                    continue
+                branch = prompt(rng.randrange(20), rng.randrange(1, 200) * SIZE + 1)
+                seen.append(np.concatenate((rng.choice(trunks)[: rng.randrange(1, 101) * SIZE], branch)))
+                store(space, seen[-1])
+
+
 def test_holes_are_filled_on_the_next_pass(tmp_path: Path) -> None:
     """B36: what was refused or lost is taken when its prompt comes again."""
     with opened(tmp_path, device_nbytes="1MiB", **MEMORY_ONLY) as kv:

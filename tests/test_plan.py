@@ -14,9 +14,11 @@ from tieredkv.outcomes import Tier
 from tieredkv.plan import (
     Parts,
     first_gap,
+    heads_in_memory,
     is_restorable,
     lacks_full,
     last_copies,
+    lead_to,
     leaving_groups,
     needs_window,
     num_leaving_whole,
@@ -63,6 +65,53 @@ def test_the_tail_on_disk_lies_behind_blocks_that_are_in_memory_alone() -> None:
     gone[rows[6:]] = True
     assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone) == rows[3]
     assert gone[rows[4:6]].all(), "they lead to nothing, and nobody asks again"
+
+
+def test_what_is_on_its_way_to_disk_counts_as_there() -> None:
+    table, rows = grown(FULL, tier=Tier.DISK)
+    table.slot[Tier.DISK, :, rows[6:]] = -1
+    table.slot[Tier.DEVICE, :, rows[6]] = 1
+    gone = np.zeros(len(table.namespace), dtype=np.bool_)
+    above = rows[:6][::-1].copy()
+    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone.copy()) == rows[5]
+    table.slot[Tier.DISK, :, rows[7]] = -1
+    table.first_child[rows[6]] = -1
+    assert num_leaving_whole(table, lambda _row: FULL, Tier.DISK, above, gone) == 6
+    table.moving[rows[6]] = 1
+    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone.copy()) == rows[6], "which is held"
+    assert num_leaving_whole(table, lambda _row: FULL, Tier.DISK, above, gone) == 0
+
+
+def test_blocks_above_that_are_in_memory_alone_go_to_disk_too() -> None:
+    table, rows = grown(FULL)
+    table.slot[Tier.DISK, :, rows[:2]] = 1
+    more = branch(table, FULL, rows, 4, 2)
+
+    def heads(*behind: int) -> list[tuple[int, int]]:
+        return [*heads_in_memory(table, lambda _row: FULL, np.array(behind, dtype=np.int32))]
+
+    assert heads(*rows[:3]) == [] and heads(rows[1]) == []
+    assert heads(rows[5], rows[7]) == [(row, 0) for row in rows[[2, 3, 4, 6]].tolist()]
+    assert heads(more[1]) == [(row, 0) for row in [*rows[2:4].tolist(), int(more[0])]]
+    assert heads(more[0], more[1], rows[3]) == [(int(rows[2]), 0)]
+    table.slot[Tier.DEVICE, :, rows[3]] = -1
+    assert heads(more[0]) == [], "what is nowhere cannot come"
+    table.slot[Tier.DISK, :, rows[2]], table.leaving[:, rows[2]] = 1, True
+    assert heads(rows[3]) == [(int(rows[2]), 0)], "what leaves comes again"
+    windows, chain = grown(WINDOW_ONLY)
+    assert not heads_in_memory(windows, lambda _row: WINDOW_ONLY, chain[5:])
+
+
+def test_what_leads_to_others() -> None:
+    table, rows = grown(FULL)
+    more = branch(table, FULL, rows, 4, 2)
+    leaving = rows[[7, 6, 3, 1]]
+    nobody = np.zeros(0, dtype=np.int32)
+    assert lead_to(table, leaving, nobody).tolist() == [False] * 4
+    assert lead_to(table, leaving, rows[7:]).tolist() == [True, True, False, False]
+    assert lead_to(table, leaving, more[:1]).tolist() == [False, False, True, False]
+    assert lead_to(table, leaving, more[1:]).tolist() == [False] * 4
+    assert lead_to(table, nobody, rows).tolist() == []
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.DISK])

@@ -327,7 +327,7 @@ class TieredCache:
         if disk is not None:
             self._spiller = Spiller(
                 store=disk.store, resident=self._residents[Tier.DISK], memories=self._memories,
-                journal=disk.journal, namespace_digest=self._namespace_digest,
+                journal=disk.journal, layout_of=self._layout_of, namespace_digest=self._namespace_digest,
                 next_put_seq=disk.next_put_seq, pace=self.pace, **common,
             )  # fmt: skip
         self._room = Room(

@@ -23,6 +23,7 @@ from .plan import (
     first_gap,
     held,
     last_copies,
+    lead_to,
     leaving_groups,
     num_leaving_whole,
     stranded,
@@ -234,11 +235,17 @@ class Room:
         while (found := resident.arena.sparsest_chunk(stride, skipped)) is not None:
             other, chunk, slots = found
             parts = self._parts_in(resident, other, slots)
-            if parts and not held(self._table, parts.rows).any():
+            if parts and not (held(self._table, parts.rows) | self._is_way_to_disk(resident, parts)).any():
                 self._start_moves(parts)
                 return parts
             skipped.add((other, chunk))
         return NO_PARTS
+
+    def _is_way_to_disk(self, resident: Residency, parts: Parts) -> Flags:
+        """Which parts would leave DISK although what is on its way there is reached through them (lock held)."""
+        if self._spiller is None or resident.tier is not Tier.DISK:
+            return np.zeros(len(parts), dtype=np.bool_)
+        return lead_to(self._table, parts.rows, self._spiller.rows_on_their_way())
 
     def _parts_in(self, resident: Residency, stride: int, slots: Slots) -> Parts:
         table = self._table
@@ -308,8 +315,11 @@ class Room:
         self._spiller.remember_tokens(leaving)
         with self._lock:
             table.uses[rows] += 1  # until it is known what hangs on them
-            ticket = self._spiller.drop(leaving, Cause.EVICTED)
             self._end_moves(leaving)
+            leaving = leaving[
+                ~self._is_way_to_disk(self._residents[Tier.DISK], leaving)
+            ]  # since it was chosen
+            ticket = self._spiller.drop(leaving, Cause.EVICTED) if leaving else DONE
         ticket.wait(_left(until))
         with self._lock:
             ticket = self._drop_lost(

@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .block.hashing import Digests
+from .block.layout import BlockLayout
 from .outcomes import Counters, Tier
 from .pace import Pace
-from .plan import Flags, Parts
+from .plan import Flags, Parts, heads_in_memory
 from .residency import Residency, Slots
 from .table.block_table import BlockTable
 from .table.journal import Journal, Ticket
@@ -110,6 +111,7 @@ class Spiller:
 
     Args:
         lock: the metadata lock; no I/O happens under it.
+        layout_of: a row's layout.
         namespace_digest: a namespace number's digest.
     """
 
@@ -122,6 +124,7 @@ class Spiller:
         resident: Residency,
         memories: dict[Tier, TensorTier],
         journal: Journal,
+        layout_of: Callable[[int], BlockLayout],
         namespace_digest: Callable[[int], bytes],
         next_put_seq: Callable[[int], int],
         pace: Pace,
@@ -134,6 +137,7 @@ class Spiller:
         self._resident = resident
         self._memories = memories
         self._journal = journal
+        self._layout_of = layout_of
         self._namespace_digest = namespace_digest
         self._next_put_seq = next_put_seq
         self._pace = pace
@@ -168,6 +172,10 @@ class Spiller:
     def is_spilling(self) -> bool:
         """Whether any part is on its way to the disk (lock held)."""
         return bool(self._in_flight)
+
+    def rows_on_their_way(self) -> Rows:
+        """Blocks with a part that is on its way to the disk (lock held)."""
+        return np.array([*{row for row, _ in self._in_flight}], dtype=np.int32)
 
     def enqueue(self, rows: Rows, groups: npt.NDArray[np.int64], *, all_of_them: bool = False) -> Spilling:
         """Spill these parts in the background (lock held). Beyond the queue's bound they are let be.
@@ -331,11 +339,15 @@ class Spiller:
         return True
 
     def _take(self, wanted: _Wanted) -> list[tuple[int, Parts]]:
-        """Mark what is still to be spilled as moving, by part size. What is on its way already is waited for."""
+        """Mark what is still to be spilled as moving, by part size, and what of the blocks above is in memory alone.
+
+        What is on its way already is waited for.
+        """
         table, spilling = self._table, wanted.spilling
         with self._lock:
             rows, needed = self._still_wanted(wanted.digests, wanted.groups)
             parts = Parts(rows, wanted.groups)[needed]
+            parts = Parts.joined([heads_in_memory(table, self._layout_of, parts.rows), parts])
             spilling.began(len(parts))
             fresh = np.ones(len(parts), dtype=np.bool_)
             for number, part in enumerate(parts):

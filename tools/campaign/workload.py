@@ -230,7 +230,10 @@ class Life:
             if not lost:
                 return
             time.sleep(0.02)
-        self.stranded.append(f"{prompt.tenant}: {len(lost)} blocks lie behind a block that is gone")
+        seen = ", ".join(sorted(self.noticed)) or "nothing"
+        self.stranded.append(
+            f"{prompt.tenant}: {len(lost)} blocks lie behind a block that is gone; noticed before: {seen}"
+        )
 
     def close(self) -> None:
         self._note("phase", name="close")
