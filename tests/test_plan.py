@@ -18,13 +18,13 @@ from tieredkv.plan import (
     is_restorable,
     lacks_full,
     last_copies,
-    lead_to,
     leaving_groups,
     needs_window,
     num_leaving_whole,
     stranded,
     tail_in_tier,
     unneeded_window_parts,
+    ways_to,
 )
 from tieredkv.table.block_table import BlockTable
 
@@ -67,21 +67,6 @@ def test_the_tail_on_disk_lies_behind_blocks_that_are_in_memory_alone() -> None:
     assert gone[rows[4:6]].all(), "they lead to nothing, and nobody asks again"
 
 
-def test_what_is_on_its_way_to_disk_counts_as_there() -> None:
-    table, rows = grown(FULL, tier=Tier.DISK)
-    table.slot[Tier.DISK, :, rows[6:]] = -1
-    table.slot[Tier.DEVICE, :, rows[6]] = 1
-    gone = np.zeros(len(table.namespace), dtype=np.bool_)
-    above = rows[:6][::-1].copy()
-    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone.copy()) == rows[5]
-    table.slot[Tier.DISK, :, rows[7]] = -1
-    table.first_child[rows[6]] = -1
-    assert num_leaving_whole(table, lambda _row: FULL, Tier.DISK, above, gone) == 6
-    table.moving[rows[6]] = 1
-    assert tail_in_tier(table, Tier.DISK, int(rows[2]), gone.copy()) == rows[6], "which is held"
-    assert num_leaving_whole(table, lambda _row: FULL, Tier.DISK, above, gone) == 0
-
-
 def test_blocks_above_that_are_in_memory_alone_go_to_disk_too() -> None:
     table, rows = grown(FULL)
     table.slot[Tier.DISK, :, rows[:2]] = 1
@@ -102,16 +87,13 @@ def test_blocks_above_that_are_in_memory_alone_go_to_disk_too() -> None:
     assert not heads_in_memory(windows, lambda _row: WINDOW_ONLY, chain[5:])
 
 
-def test_what_leads_to_others() -> None:
+def test_ways_to_others() -> None:
     table, rows = grown(FULL)
     more = branch(table, FULL, rows, 4, 2)
-    leaving = rows[[7, 6, 3, 1]]
-    nobody = np.zeros(0, dtype=np.int32)
-    assert lead_to(table, leaving, nobody).tolist() == [False] * 4
-    assert lead_to(table, leaving, rows[7:]).tolist() == [True, True, False, False]
-    assert lead_to(table, leaving, more[:1]).tolist() == [False, False, True, False]
-    assert lead_to(table, leaving, more[1:]).tolist() == [False] * 4
-    assert lead_to(table, nobody, rows).tolist() == []
+    assert not ways_to(table, rows[:0]).any()
+    assert np.flatnonzero(ways_to(table, rows[5:6])).tolist() == sorted(rows[:6].tolist())
+    both = ways_to(table, np.array([more[1], rows[1]], dtype=np.int32))
+    assert np.flatnonzero(both).tolist() == sorted([*rows[:4].tolist(), *more.tolist()])
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.DISK])

@@ -58,8 +58,7 @@ def tail_in_tier(
     """From a block that the policy named, down its chain to the last block with parts in `tier`; -1 without one.
 
     On DISK also past blocks that are in memory alone: they come to DISK later, and then what lies behind them is
-    reached again. One that moves may be on its way there: it counts as there. Above it nothing hangs on that order,
-    for what leaves is still below.
+    reached again. Above it nothing hangs on that order, for what leaves is still below.
 
     Args:
         row: itself not gone.
@@ -107,8 +106,6 @@ def _leads_to(table: BlockTable, tier: Tier, row: int, gone: Flags) -> bool:
 
 
 def _is_in(table: BlockTable, tier: Tier, row: int) -> bool:
-    if tier is Tier.DISK and table.moving[row] > 0:
-        return bool((table.slot[:, :, row] >= 0).any())
     return bool((table.slot[tier, :, row] >= 0).any())
 
 
@@ -129,8 +126,8 @@ def num_leaving_whole(
         place = order.take(np.searchsorted(rows, child, sorter=order), mode="clip")
         before = gone[child] | ((rows[place] == child) & (place < at))
         below = table.slot[tier][:, child].max(axis=0) >= 0
-        if tier is Tier.DISK:  # what is in memory alone may lead to more, or be on its way
-            below |= (table.first_child[child] >= 0) | (table.moving[child] > 0)
+        if tier is Tier.DISK:  # what is in memory alone may lead to more
+            below |= table.first_child[child] >= 0
         whole[at[~before & below]] = False
         child = table.next_sibling[child]
     return int(np.argmin(np.append(whole, False)))
@@ -255,33 +252,33 @@ def heads_in_memory(table: BlockTable, layout_of: Callable[[int], BlockLayout], 
     """Full parts in memory alone of blocks above `rows` and not of them, heads first: what is on DISK can be reached
     after a restart only behind them.
     """
-    pieces, here, seen = list[Parts](), rows, rows
-    while here.size:
-        above = np.setdiff1d(table.parent[here], np.append(seen, np.int32(-1)))
-        found = [NO_PARTS]
-        for number in np.unique(table.namespace[above]).tolist():
-            mine = above[table.namespace[above] == number]
-            full = layout_of(int(mine[0])).full_group
-            if full is not None:
-                mine = mine[
-                    (table.slot[: Tier.DISK, full, mine].max(axis=0) >= 0) & ~table.on_disk(mine)[full]
-                ]
-                found.append(Parts(mine, np.full(len(mine), full)))
-        pieces.append(Parts.joined(found))
-        here = pieces[-1].rows
-        seen = np.append(seen, here)
-    return Parts.joined(reversed(pieces))
+    seen, found = set(rows.tolist()), list[tuple[int, int]]()
+    for row in rows.tolist():
+        way, above = list[tuple[int, int]](), int(table.parent[row])
+        while above >= 0 and above not in seen:
+            full = layout_of(above).full_group
+            if full is None or not _is_in_memory_alone(table, above, full):
+                break
+            seen.add(above)
+            way.append((above, full))
+            above = int(table.parent[above])
+        found += reversed(way)
+    return Parts.of(found) if found else NO_PARTS
 
 
-def lead_to(table: BlockTable, rows: Rows, behind: Rows) -> Flags:
-    """Which of `rows` are among `behind`, or above one of them with none but others of `rows` in between."""
-    among, leads = (np.zeros(len(table.namespace), dtype=np.bool_) for _ in range(2))
-    among[rows] = True
-    here = np.append(behind, table.parent[behind])
-    while (here := np.unique(here[(here >= 0) & among[here] & ~leads[here]])).size:
-        leads[here] = True
-        here = table.parent[here]
-    return leads[rows]
+def _is_in_memory_alone(table: BlockTable, row: int, group: int) -> bool:
+    *above, disk = table.slot[:, group, row].tolist()
+    return max(above) >= 0 and (disk < 0 or bool(table.leaving[group, row]))
+
+
+def ways_to(table: BlockTable, rows: Rows) -> Flags:
+    """By row: is it one of `rows`, or above one?"""
+    on_the_way = np.zeros(len(table.namespace), dtype=np.bool_)
+    for row in rows.tolist():
+        while row >= 0 and not on_the_way[row]:
+            on_the_way[row] = True
+            row = int(table.parent[row])
+    return on_the_way
 
 
 def last_copies(table: BlockTable, tier: Tier, parts: Parts) -> Flags:

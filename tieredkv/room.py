@@ -23,11 +23,11 @@ from .plan import (
     first_gap,
     held,
     last_copies,
-    lead_to,
     leaving_groups,
     num_leaving_whole,
     stranded,
     tail_in_tier,
+    ways_to,
 )
 from .residency import Residency, Slots
 from .spiller import Cause, Spiller
@@ -171,9 +171,10 @@ class Room:
 
         Where the tails of the first victims are all held, more victims are asked for.
         """
-        asked, leaving = nbytes, NO_PARTS
+        asked, leaving, needed = nbytes, NO_PARTS, self._needed_by_what_comes(resident)
         while not leaving:
-            leaving = self._tails(resident, nbytes, resident.victims(asked, incoming))
+            victims = resident.victims(asked, incoming)
+            leaving = self._tails(resident, nbytes, victims[~needed[victims]])
             if asked >= resident.policy.nbytes:
                 break
             asked *= 4
@@ -232,20 +233,22 @@ class Room:
     def _choose_chunk(self, resident: Residency, stride: int) -> Parts:
         """All parts in the sparsest chunk of another size that holds none held; now moving (lock held)."""
         skipped: set[tuple[int, int]] = set()
+        needed = self._needed_by_what_comes(resident)
         while (found := resident.arena.sparsest_chunk(stride, skipped)) is not None:
             other, chunk, slots = found
             parts = self._parts_in(resident, other, slots)
-            if parts and not (held(self._table, parts.rows) | self._is_way_to_disk(resident, parts)).any():
+            if parts and not (held(self._table, parts.rows) | needed[parts.rows]).any():
                 self._start_moves(parts)
                 return parts
             skipped.add((other, chunk))
         return NO_PARTS
 
-    def _is_way_to_disk(self, resident: Residency, parts: Parts) -> Flags:
-        """Which parts would leave DISK although what is on its way there is reached through them (lock held)."""
-        if self._spiller is None or resident.tier is not Tier.DISK:
-            return np.zeros(len(parts), dtype=np.bool_)
-        return lead_to(self._table, parts.rows, self._spiller.rows_on_their_way())
+    def _needed_by_what_comes(self, resident: Residency) -> Flags:
+        """By row: on DISK, what is on its way there is reached only behind these blocks (lock held)."""
+        coming = (
+            self._spiller.rows_on_their_way() if self._spiller and resident.tier is Tier.DISK else _NO_ROWS
+        )
+        return ways_to(self._table, coming)
 
     def _parts_in(self, resident: Residency, stride: int, slots: Slots) -> Parts:
         table = self._table
@@ -316,9 +319,8 @@ class Room:
         with self._lock:
             table.uses[rows] += 1  # until it is known what hangs on them
             self._end_moves(leaving)
-            leaving = leaving[
-                ~self._is_way_to_disk(self._residents[Tier.DISK], leaving)
-            ]  # since it was chosen
+            needed = self._needed_by_what_comes(self._residents[Tier.DISK])  # it may have set out meanwhile
+            leaving = leaving[~needed[leaving.rows]]
             ticket = self._spiller.drop(leaving, Cause.EVICTED) if leaving else DONE
         ticket.wait(_left(until))
         with self._lock:
