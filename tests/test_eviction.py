@@ -27,10 +27,10 @@ from core_helpers import (
     store,
 )
 
-from tieredkv import BlockLayout, Reason, Turn, spiller
+from tieredkv import BlockLayout, Reason, Turn, room, spiller
 from tieredkv.block.anchors import longest_restorable
 from tieredkv.outcomes import Tier
-from tieredkv.plan import Parts
+from tieredkv.plan import Parts, tail_in_tier
 from tieredkv.table import key_index
 from tieredkv.tier.slab_format import SLOT_HEADER_NBYTES
 
@@ -298,6 +298,36 @@ def test_a_full_disk_of_a_closed_store_has_no_block_without_those_before_it(
                 branch = prompt(rng.randrange(20), rng.randrange(1, 200) * SIZE + 1)
                 seen.append(np.concatenate((rng.choice(trunks)[: rng.randrange(1, 101) * SIZE], branch)))
                 store(space, seen[-1])
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_chat_longer_than_the_disk_keeps_its_beginning_there(
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody looks through the whole chain for room that cannot be."""
+    asked = 0
+
+    def counted(*args: Any) -> int:
+        nonlocal asked
+        asked += args[1] is Tier.DISK
+        return tail_in_tier(*args)
+
+    monkeypatch.setattr(room, "tail_in_tier", counted)
+    tokens = prompt(0, 3000 * SIZE + 1)
+    sizes: dict[str, Any] = {
+        "device_nbytes": "4MiB",
+        "host_nbytes": "12MiB",
+        "disk_nbytes": int(10.5 * 2**20),
+    }
+    with opened(tmp_path, policy=policy, log_keep_nbytes=0, **sizes) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        for end in range(100, 3001, 50):
+            store(space, tokens[: end * SIZE + 1])
+    assert asked < 100, asked
+    with opened(tmp_path, policy=policy, log_keep_nbytes=0, **sizes) as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        assert 1000 * SIZE < space.lookup(tokens).num_tokens < 3000 * SIZE
+        load_checked(space, tokens)
 
 
 def test_holes_are_filled_on_the_next_pass(tmp_path: Path) -> None:
