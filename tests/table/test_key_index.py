@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredkv.table import key_index
-from tieredkv.table.key_index import KeyIndex, key_words
+from tieredkv.table.key_index import KeyIndex, as_slice, key_words
 
 
 def digests_of(numbers: list[int], spread: int) -> np.ndarray:
@@ -79,3 +79,14 @@ def test_masked_keys_find_the_first_of_their_kind(monkeypatch: pytest.MonkeyPatc
     model.insert([5])
     found = model.index.find(key_words(digests_of([5, 5 + 256, 6], 1 << 40)), model.keys)
     assert found[0] == found[1] == model.rows[5] and found[2] == -1
+
+
+@given(st.lists(st.integers(0, 9), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_rows_as_a_slice_are_the_same_rows(numbers: list[int]) -> None:
+    rows = np.array(numbers, dtype=np.int32)
+    at = as_slice(rows)
+    assert np.array_equal(np.arange(10)[at], numbers)
+    assert isinstance(at, slice) == (
+        numbers != [] and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    )

@@ -17,6 +17,7 @@ from tieredkv.wal.format import (
     HEADER_NBYTES,
     claimed_nbytes,
     decode_frame,
+    decode_frames,
     decode_header,
     encode_frame,
     encode_header,
@@ -153,3 +154,19 @@ def test_an_empty_frame_carries_the_durable_lsn_alone() -> None:
     assert len(raw) == FRAME_HEADER_NBYTES
     frame = decode_frame(HEADER, memoryview(raw))
     assert frame is not None and (frame.num_records, frame.last_lsn, frame.durable_lsn) == (0, 104, 104)
+
+
+def test_frames_are_read_up_to_the_first_that_does_not_continue_the_chain() -> None:
+    """One cut short, one of another chain and one that skips an LSN end the list; what is before them counts."""
+    records = np.zeros(3, r.PUT_DTYPE)
+    first, one = encode_frame(HEADER, 7, 100, 90, [Run(r.PUT, records)])
+    second, two = encode_frame(HEADER, one, 103, 102, [])
+    third, three = encode_frame(HEADER, two, 103, 102, [Run(r.PUT, records[:1])])
+    foreign, _ = encode_frame(HEADER, three + 1, 104, 102, [Run(r.PUT, records[:1])])
+    skipping, _ = encode_frame(HEADER, three, 105, 102, [Run(r.PUT, records[:1])])
+    for behind in (b"", foreign, skipping, third[:-8], bytes(4096)):
+        raw = memoryview(bytes(first + second + third + behind))
+        found = decode_frames(HEADER, raw, 7, 100)
+        assert [frame.checksum for frame in found] == [one, two, three], bytes(behind[:16])
+        assert [frame.num_records for frame in found] == [3, 0, 1]
+    assert decode_frames(HEADER, raw, 8, 100) == [] == decode_frames(HEADER, raw, 7, 99)

@@ -16,7 +16,7 @@ from ..block.hashing import DIGEST_NBYTES, KEY_NBYTES, Digests, keys_of
 from ..outcomes import Tier
 from ..wal.records import DROP, PUT, Run
 from .column import Column
-from .key_index import KeyIndex, Rows, is_first, key_words
+from .key_index import KeyIndex, Rows, as_slice, is_first, key_words
 from .snapshot import Columns, TableSnapshot
 
 _START_ROWS = 1024
@@ -191,7 +191,7 @@ class BlockTable:
         rows = np.arange(self._next_row - len(reused), self._next_row + fresh, dtype=np.int32)
         rows[: len(reused)] = reused
         self._next_row += fresh
-        at = rows if reused else slice(int(rows[0]), self._next_row)
+        at = as_slice(rows)
         self.digest[at] = digests
         self.namespace[at] = namespace
         self._index.insert(rows, self._words)
@@ -396,15 +396,20 @@ class BlockTable:
             rows_held, records, lsns = rows[held], records[held], lsns[held]
         else:
             rows_held = rows
-        groups = records["group"].astype(np.int64)
+        if not len(rows_held):
+            return rows
         self._about_to_change(rows_held)
+        of: Any = records["group"].astype(np.int64)
+        at: Any = rows_held
+        if (of == of[0]).all():
+            of, at = int(of[0]), as_slice(rows_held)
         if self.replaying:
             # Rows outlive a removal then, and what was purged has another number when it comes again.
-            self.namespace[rows_held] = records["namespace"]
-        self.slot[Tier.DISK, groups, rows_held] = records["slot"].astype(np.int32)
-        self.checksum[groups, rows_held] = records["checksum"]
-        self.put_seq[groups, rows_held] = records["put_seq"]
-        self.lsn[groups, rows_held] = lsns.astype(np.uint64)
+            self.namespace[at] = records["namespace"]
+        self.slot[Tier.DISK, of, at] = records["slot"]
+        self.checksum[of, at] = records["checksum"]
+        self.put_seq[of, at] = records["put_seq"]
+        self.lsn[of, at] = lsns
         return rows
 
     def _adopt(self, records: Any) -> Rows:

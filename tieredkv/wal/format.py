@@ -207,17 +207,31 @@ def encode_frame(
     return raw, checksum
 
 
-def decode_frame(header: SegmentHeader, raw: memoryview) -> Frame | None:
-    """The frame that `raw` begins with, None if no whole one is there that verifies."""
-    if len(raw) < FRAME_HEADER_NBYTES:
+def decode_frame(header: SegmentHeader, raw: memoryview, at: int = 0) -> Frame | None:
+    """The frame that lies in `raw` at byte `at`, None if no whole one is there that verifies."""
+    body_at = at + FRAME_HEADER_NBYTES
+    if len(raw) < body_at:
         return None
-    checksum, marker, previous, first_lsn, durable_lsn, nbytes, num_records = _FRAME.unpack_from(raw)
-    end = FRAME_HEADER_NBYTES + nbytes
+    checksum, marker, previous, first_lsn, durable_lsn, nbytes, num_records = _FRAME.unpack_from(raw, at)
+    end = body_at + nbytes
     if marker != header.marker or end > len(raw) or nbytes % FRAME_ALIGN:
         return None
-    if xxhash.xxh3_64_intdigest(raw[_CHECKSUM.size : end], header.seed) != checksum:
+    if xxhash.xxh3_64_intdigest(raw[at + _CHECKSUM.size : end], header.seed) != checksum:
         return None
-    return Frame(checksum, previous, first_lsn, durable_lsn, num_records, raw[FRAME_HEADER_NBYTES:end])
+    return Frame(checksum, previous, first_lsn, durable_lsn, num_records, raw[body_at:end])
+
+
+def decode_frames(header: SegmentHeader, raw: memoryview, previous: int, first_lsn: int) -> list[Frame]:
+    """All frames at the beginning of `raw` that verify and continue the chain: after `previous`, with `first_lsn`."""
+    frames: list[Frame] = []
+    at = 0
+    while frame := decode_frame(header, raw, at):
+        if frame.previous != previous or frame.first_lsn != first_lsn:
+            break
+        frames.append(frame)
+        previous, first_lsn = frame.checksum, first_lsn + frame.num_records
+        at += FRAME_HEADER_NBYTES + len(frame.body)
+    return frames
 
 
 def claimed_nbytes(header: SegmentHeader, raw: memoryview) -> int:

@@ -36,16 +36,18 @@ from .format import (
     SegmentHeader,
     claimed_nbytes,
     decode_frame,
+    decode_frames,
     decode_header,
     parse_segment_name,
     segment_name,
 )
 from .records import DROP, PUT, PackedRun, Run, join_runs
 
-_WINDOW_NBYTES = 4 * MiB
+_WINDOW_NBYTES = 2 * MiB  # with more, each window costs new pages of memory
 _MAX_RUN_RECORDS = 1 << 14
 _MAX_GATHERED_RECORDS = 1 << 15
 _PackedAt: TypeAlias = tuple[int, PackedRun]
+_FramedAt: TypeAlias = tuple[int, list[PackedRun]]
 Lsns: TypeAlias = npt.NDArray[np.int64]
 _UNREADABLE = b"\xff"  # stands for bytes the disk would not give: no frame, and not the zeros of an end
 
@@ -173,6 +175,14 @@ class SegmentReader:
         if frame is None or frame.previous != self.chain or frame.first_lsn != self.last_lsn + 1:
             return None
         return frame
+
+    def ahead(self) -> list[Frame]:
+        """The frames from the place reached on that verify and continue the chain: those in memory, or else one."""
+        raw = self._window.tail(self.offset, FRAME_HEADER_NBYTES)
+        if frames := decode_frames(self.header, raw, self.chain, self.last_lsn + 1):
+            return frames
+        frame = self.peek()
+        return [frame] if frame else []
 
     def accept(self, frame: Frame) -> None:
         """Move the place reached behind `frame`, which lies there."""
@@ -340,6 +350,13 @@ class LogRead:
             yield first_lsn + skip, run
 
     def _packed_runs(self) -> Iterator[_PackedAt]:
+        for frame_lsn, runs in self._framed_runs():
+            lsn = frame_lsn
+            for run in runs:
+                yield lsn, run
+                lsn += run.num_records
+
+    def _framed_runs(self) -> Iterator[_FramedAt]:
         cuts = [header.previous for header in self.line[1:]]
         for header, cut in zip_longest(self.line, cuts):
             try:
@@ -358,36 +375,37 @@ class LogRead:
                     return self._conclude(end)
         return self._conclude(LogEnd())
 
-    def _segment_runs(self, reader: SegmentReader, cut: LogPosition | None) -> Iterator[_PackedAt]:
-        """The runs of one segment, up to `cut` if another follows it."""
+    def _segment_runs(self, reader: SegmentReader, cut: LogPosition | None) -> Iterator[_FramedAt]:
+        """Each frame's first LSN and runs, of one segment, up to `cut` if another follows it."""
         cut_lsn, cut_chain = (cut.lsn, cut.chain) if cut else (sys.maxsize, None)
         while reader.chain != cut_chain:
-            frame = reader.peek() or self._past_vouched_damage(reader)
-            if frame is None or frame.last_lsn > cut_lsn:
+            frames = reader.ahead() or self._past_vouched_damage(reader)
+            for frame in frames:
+                last_lsn = frame.last_lsn
+                if last_lsn > cut_lsn or reader.chain == cut_chain:
+                    return
+                try:
+                    runs = frame.runs() if last_lsn > self.after_lsn else []
+                except CorruptFormat as error:
+                    self.damage.append(f"LSN {frame.first_lsn}: {error}")
+                    return
+                reader.accept(frame)
+                yield frame.first_lsn, runs
+            if not frames:
                 return
-            try:
-                runs = frame.runs() if frame.last_lsn > self.after_lsn else ()
-            except CorruptFormat as error:
-                self.damage.append(f"LSN {frame.first_lsn}: {error}")
-                return
-            reader.accept(frame)
-            lsn = frame.first_lsn
-            for run in runs:
-                yield lsn, run
-                lsn += run.num_records
 
-    def _past_vouched_damage(self, reader: SegmentReader) -> Frame | None:
+    def _past_vouched_damage(self, reader: SegmentReader) -> list[Frame]:
         """Where the checkpoint holds everything that damage took, `reader` at the first good frame behind it."""
         reached = reader.last_lsn
         if reached >= self.after_lsn:
-            return None
+            return []
         for offset, frame in reader.stray_frames():
             if reached < frame.first_lsn <= self.after_lsn + 1:
                 where = f"segment {reader.header.number} at byte {reader.offset}"
                 self.damage.append(f"{where}: damaged below the checkpoint, nothing lost")
                 reader.offset = offset
-                return frame
-        return None
+                return [frame]
+        return []
 
     def _see(self, durable_lsn: int, last_lsn: int) -> None:
         self.durable_lsn = max(self.durable_lsn, durable_lsn)
