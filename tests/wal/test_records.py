@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tieredkv.errors import CorruptFormat
 from tieredkv.wal import records as r
-from tieredkv.wal.records import Run, decode_runs, encode_runs, join_runs, runs_nbytes, split_runs
+from tieredkv.wal.records import Run, decode_runs, encode_runs, join_runs, merge_runs, runs_nbytes, split_runs
 
 columns = st.builds(
     lambda kind, raw: Run(
@@ -83,6 +83,17 @@ def test_runs_of_one_kind_join() -> None:
     joined = join_runs(packed)
     assert len(joined) == 6 and joined.records.tobytes() == b"".join(p.records.tobytes() for p in parts)  # type: ignore[union-attr]
     assert len(joined.after(4)) == 2 and joined.after(0) is joined
+
+
+def test_runs_of_one_kind_merge_whatever_their_strides() -> None:
+    rows = np.zeros(10, r.PUT_DTYPE)
+    rows["put_seq"] = range(10)
+    merged = merge_runs([Run(r.PUT, rows[5:7]), Run(r.PUT, rows[::4]), Run(r.PUT, rows[:0])])
+    assert merged.records["put_seq"].tolist() == [5, 6, 0, 4, 8]  # type: ignore[call-overload]
+    alone = Run(r.PUT, rows[2:])
+    assert merge_runs([alone]) is alone
+    blobs = merge_runs([Run(r.CLOCK, (b"a",)), Run(r.CLOCK, (b"", b"b"))])
+    assert blobs.records == (b"a", b"", b"b")
 
 
 def frame(kind: int, count: int, nbytes: int, body: bytes) -> memoryview:

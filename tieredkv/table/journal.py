@@ -20,13 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-import numpy as np
-
 from ..outcomes import Counters
 from ..system import Fs
 from ..wal.format import CheckpointRef, SegmentHeader, frame_nbytes
 from ..wal.reader import Head, SegmentInfo
-from ..wal.records import DTYPES, PUT, Records, Run
+from ..wal.records import PUT, Records, Run, merge_runs
 from ..wal.writer import LogWriter
 from .checkpoint import Arrays, prune_checkpoints, write_checkpoint
 from .key_index import Rows
@@ -795,13 +793,4 @@ def _grouped(batch: Sequence[_Entry]) -> Iterator[tuple[Run, list[_Entry]]]:
     """Adjacent entries of one kind, and their records as one run."""
     for kind, group in groupby(batch, key=lambda entry: entry.kind):
         entries = list(group)
-        yield Run(kind, _as_one(kind, [entry.records for entry in entries])), entries
-
-
-def _as_one(kind: int, records: Sequence[Records]) -> Records:
-    if len(records) == 1:
-        return records[0]
-    if kind not in DTYPES:
-        return tuple(blob for blobs in records for blob in blobs)
-    # joined as bytes: numpy would look at every field of every array
-    return np.frombuffer(b"".join([np.asarray(array).tobytes() for array in records]), DTYPES[kind])
+        yield merge_runs([Run(kind, entry.records) for entry in entries]), entries

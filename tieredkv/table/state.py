@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..wal.reader import Lsns
-from ..wal.records import DROP, DTYPES, FIRST_BLOB_KIND, NAMESPACE, PUT, Run
+from ..wal.records import DROP, FIRST_BLOB_KIND, NAMESPACE, PUT, Run, merge_runs
 from .block_table import BlockTable
 from .catalog import Catalog
 from .key_index import Rows
@@ -64,10 +64,10 @@ class State:
 
     def catch_up(self) -> None:
         """Apply what a replay has gathered."""
-        for kind, late in self._late.items():
+        for late in self._late.values():
             if late:
-                lsns, run = late[0] if len(late) == 1 else _as_one(kind, late)
-                self.table.apply(lsns, run)
+                lsns = late[0][0] if len(late) == 1 else np.concatenate([each for each, _ in late])
+                self.table.apply(lsns, merge_runs([run for _, run in late]))
         self._forget_late()
 
     def _forget_late(self) -> None:
@@ -98,9 +98,3 @@ class State:
         """End recovery: link the chains."""
         self.catch_up()
         self.table.settle()
-
-
-def _as_one(kind: int, late: list[tuple[Lsns, Run]]) -> tuple[Lsns, Run]:
-    """Runs of one kind as one; joined as bytes, for numpy would look at every field of every array."""
-    packed = b"".join([np.ascontiguousarray(run.records).view(np.uint8).data for _, run in late])
-    return np.concatenate([lsns for lsns, _ in late]), Run(kind, np.frombuffer(packed, DTYPES[kind]))

@@ -146,6 +146,17 @@ def join_runs(packed: Sequence[PackedRun]) -> Run:
     return Run(kind, tuple(bytes(blob) for run in packed for blob in _blobs(run)))
 
 
+def merge_runs(runs: Sequence[Run]) -> Run:
+    """One run of the records of all `runs`, which are of one kind; only several are copied."""
+    if len(runs) == 1:
+        return runs[0]
+    kind = runs[0].kind
+    if kind not in DTYPES:
+        return Run(kind, tuple(blob for run in runs for blob in run.records))
+    # as bytes: numpy would look at every field of every array
+    return Run(kind, np.frombuffer(b"".join([_pack(run) for run in runs]), DTYPES[kind]))
+
+
 def decode_runs(body: memoryview, num_records: int) -> list[Run]:
     """The runs in a frame's body; raises CorruptFormat as `split_runs` does."""
     return [join_runs([packed]) for packed in split_runs(body, num_records)]
