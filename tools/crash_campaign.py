@@ -25,9 +25,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tieredkv.testing.oracle import Findings
+
 _FOR_A_BUG = Plan(num_kills=24, num_cuts=0, num_images=300, num_faults=40, hostile_every=2000, crowd_s=6.0)
 _MIN_BUGS = 20
 _TELL_S = 60.0
+_MOST_TOLD = 40
 _BUG_HANG_S = 300.0
 
 
@@ -61,27 +64,23 @@ def main(
 
 
 def _campaign(console: Console, plan: Plan, seed: int, only: str, full: bool) -> tuple[dict[str, Any], bool]:
-    began, told = time.monotonic(), set[str]()
+    began = time.monotonic()
 
-    def tell_new(totals: Totals) -> None:
-        new = [line for line in totals.findings.lines() if line not in told]
-        told.update(new)
-        for line in new[:40]:
+    def tell(found: Findings) -> None:
+        """At once, for hours may pass before the end."""
+        for line in found.lines()[:_MOST_TOLD]:
             console.print(line[:2000], style="red", markup=False, highlight=False)
 
     def part_is_over(part: str, totals: Totals) -> None:
-        """Hours may pass before the end: what is known is said, and what is new in full."""
-        tell_new(totals)
         found = ", ".join(f"{count} {what}" for what, count in totals.found_by.items()) or "nothing found"
         console.print(f"{part} over after {time.monotonic() - began:.0f} s: {found} so far", style="dim")
 
     with _bars(console) as report:
         if only:
-            totals = campaign.only(only, plan, seed, report)
+            totals = campaign.only(only, plan, seed, report, tell)
         else:
-            totals = campaign.run(plan, seed, report, part_is_over=part_is_over)
+            totals = campaign.run(plan, seed, report, tell=tell, part_is_over=part_is_over)
     figures = _figures(totals, plan, full, only)
-    tell_new(totals)
     _show(console, totals, figures, time.monotonic() - began)
     result = {**totals.as_json(seed), "seconds": round(time.monotonic() - began, 1)}
     result["figures"] = [figure.as_json() for figure in figures]

@@ -15,6 +15,7 @@ from campaign import bugs, campaign, faults, hostile, kills, power, simulated, t
 from campaign.campaign import Plan, Totals
 from campaign.processes import run_jobs
 
+from tieredkv.testing.oracle import Findings
 from tieredkv.testing.sim_fs import SimFs
 
 TINY = Plan(
@@ -126,9 +127,11 @@ def test_a_child_that_dies_and_one_that_hangs_are_seen() -> None:
     }
     assert outcomes["dies"].died.startswith("SIGABRT")
     assert "sleep" in outcomes["hangs"].hung or outcomes["hangs"].hung
-    totals = Totals()
-    for outcome in outcomes.values():
+    told = list[Findings]()
+    totals = Totals(told.append)
+    for number, outcome in enumerate(outcomes.values(), start=1):
         totals.take("kills", outcome)
+        assert len(told) == number and told[-1], "a finding is told once the campaign is over"
     assert totals.findings.counts()["dead_processes"] == 1 and totals.findings.counts()["hangs"] == 1
 
 

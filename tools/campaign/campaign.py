@@ -32,15 +32,24 @@ SHORT = Plan(num_kills=200, num_cuts=12, num_images=2_000, num_faults=60, hostil
 FULL = Plan(num_kills=1_000, num_cuts=200, num_images=20_000, num_faults=2_000, hostile_every=1, crowd_s=60.0)
 
 
+Tell = Callable[[Findings], None]
+
+
+def _tell_nobody(_found: Findings) -> None:
+    pass
+
+
 @dataclass
 class Totals:
     """What was done and what was found, over all parts.
 
     Attributes:
+        tell: called with whatever a job finds, as soon as it is known.
         skipped: parts that cannot run here, and why.
         found_by: findings by part and kind.
     """
 
+    tell: Tell = _tell_nobody
     findings: Findings = field(default_factory=Findings)
     kills_by_step: Counter[str] = field(default_factory=Counter)
     cuts_by_step: Counter[str] = field(default_factory=Counter)
@@ -69,6 +78,8 @@ class Totals:
             self.cuts_by_step.update(result.get("by_step", {}))
 
     def add(self, part: str, found: Findings) -> None:
+        if found:
+            self.tell(found)
         self.findings.add(found)
         self.found_by.update({f"{part}: {kind}": count for kind, count in found.counts().items() if count})
 
@@ -93,10 +104,11 @@ def run(
     seed: int,
     report: Report,
     stop_early: bool = False,
+    tell: Tell = _tell_nobody,
     part_is_over: Callable[[str, Totals], None] = lambda _part, _totals: None,
 ) -> Totals:
     """Run every part of `plan`; with `stop_early` only up to the first that finds something."""
-    totals = Totals()
+    totals = Totals(tell)
     for name, part in PARTS.items():
         part(plan, seed, totals, report)
         part_is_over(name, totals)
@@ -149,11 +161,12 @@ def _threads(plan: Plan, seed: int, totals: Totals, report: Report) -> None:
 
 def _hostile(plan: Plan, seed: int, totals: Totals, report: Report) -> None:
     if plan.hostile_every:
-        count, found = hostile.run_all(
-            seed, plan.hostile_every, lambda done, total: report("hostile files", done, total)
-        )
-        totals.num_hostile += count
-        totals.add("hostile files", found)
+
+        def on_done(done: int, total: int, found: Findings) -> None:
+            totals.add("hostile files", found)
+            report("hostile files", done, total)
+
+        totals.num_hostile += hostile.run_all(seed, plan.hostile_every, on_done)
 
 
 def _environment(plan: Plan, seed: int, totals: Totals, report: Report) -> None:
@@ -177,9 +190,9 @@ def _cuts(plan: Plan, seed: int, totals: Totals, report: Report) -> None:
     )  # fmt: skip
 
 
-def only(part: str, plan: Plan, seed: int, report: Report) -> Totals:
+def only(part: str, plan: Plan, seed: int, report: Report, tell: Tell = _tell_nobody) -> Totals:
     """One part alone, by the name it has in `PARTS`."""
-    totals = Totals()
+    totals = Totals(tell)
     PARTS[part](plan, seed, totals, report)
     return totals
 

@@ -348,15 +348,16 @@ def _read_all(fs: Any, path: str, expected: Expectation, case: Case, findings: F
         findings.broken.append(f"{case.name}: {type(error).__name__}: {error}")
 
 
-def run_all(
-    seed: int, every: int, on_done: Callable[[int, int], None], batch: int = 250
-) -> tuple[int, Findings]:
-    """Every `every`-th of the bit and truncation cases, all of the others; returns how many, and what was found."""
+def run_all(seed: int, every: int, on_done: Callable[[int, int, Findings], None], batch: int = 250) -> int:
+    """Every `every`-th of the bit and truncation cases, all of the others; returns how many.
+
+    Args:
+        on_done: told after each batch how many are done, of how many, and what the batch found.
+    """
     image, expected = base()
     few = [*strange_cases(image), *swap_cases(image)]
     many = [*cut_cases(image), *bit_cases(image)][seed % every :: every]
     cases = few + many
-    findings = Findings()
     waiting = [cases[at : at + batch] for at in range(0, len(cases), batch)]
     done, total = 0, len(cases) + len(KINDS) * len(_victims(image))
     while waiting:
@@ -368,28 +369,28 @@ def run_all(
         named = [(str(n), lambda say, mine=mine: job(say, mine)) for n, mine in enumerate(round_)]
         for outcome in run_jobs(named, timeout_s=30.0):
             mine = round_[int(outcome.name)]
-            done += _take(outcome, mine, findings, waiting)
-            on_done(done, total)
+            count, found = _take(outcome, mine, waiting)
+            done += count
+            on_done(done, total, found)
     real = [(f"{v} {k}", lambda say, k=k, v=v: real_case(say, k, v)) for v in _victims(image) for k in KINDS]
     for outcome in run_jobs(real, timeout_s=30.0):
-        done += _take(outcome, [], findings, [])
-        on_done(done, total)
-    return done, findings
+        count, found = _take(outcome, [], [])
+        done += count
+        on_done(done, total, found)
+    return done
 
 
-def _take(outcome: Outcome, mine: Sequence[Case], findings: Findings, waiting: list[Sequence[Case]]) -> int:
-    """Take over one batch; after a death or a hang the cases behind it go on waiting. Returns how many are done."""
+def _take(outcome: Outcome, mine: Sequence[Case], waiting: list[Sequence[Case]]) -> tuple[int, Findings]:
+    """How many of one batch are done, and what was found; after a death or a hang the cases behind it wait on."""
     if outcome.result:
-        findings.add(Findings(**outcome.result["findings"]))
-        return int(outcome.result["hostile"])
+        return int(outcome.result["hostile"]), Findings(**outcome.result["findings"])
+    found = Findings()
     at = outcome.words[-1]["at"] if mine and outcome.words else 0
     name = mine[at].name if mine else outcome.name
-    (findings.hangs if outcome.hung else findings.dead_processes).append(
-        f"{name}: {outcome.hung or outcome.died}"
-    )
+    (found.hangs if outcome.hung else found.dead_processes).append(f"{name}: {outcome.hung or outcome.died}")
     if mine[at + 1 :]:
         waiting.append(mine[at + 1 :])
-    return at + 1 if mine else 1
+    return at + 1 if mine else 1, found
 
 
 def _victims(image: Image) -> list[str]:
