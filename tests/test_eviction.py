@@ -186,9 +186,12 @@ def test_room_on_a_full_disk_is_made_for_what_is_queued_too(
         assert room is not None
         rounds: list[int] = []
         leave_disk = room._leave_disk
-        monkeypatch.setattr(
-            room, "_leave_disk", lambda parts, until: (rounds.append(len(parts)), leave_disk(parts, until))
-        )
+
+        def noted(parts: Parts, until: float) -> bool:
+            rounds.append(len(parts))
+            return leave_disk(parts, until)
+
+        monkeypatch.setattr(room, "_leave_disk", noted)
         for seed in range(12):
             store(space, prompt(seed, num_blocks * SIZE + 1))
             assert kv.flush(30).ok
@@ -469,7 +472,7 @@ def test_a_block_evicted_from_disk_alone_comes_there_again_with_its_token_ids(tm
         with kv._lock:
             leaving = disk.parts_of(kv._table.find(space.chain(prompt(0))))
             kv._room._start_moves(leaving)
-        kv._room._leave_disk(leaving, time.monotonic() + 5)
+        kv._room._let_go(kv._residents[Tier.DISK], leaving, time.monotonic() + 5)
         assert kv.flush(60).num_spilled == len(leaving)
         with kv._lock:
             rows = kv._table.find(space.chain(prompt(0)))

@@ -13,10 +13,10 @@ from tieredkv.block.hashing import chain
 from tieredkv.outcomes import Tier
 from tieredkv.plan import (
     Parts,
-    first_gap,
+    first_gaps,
+    heads_first,
     heads_in_memory,
     is_restorable,
-    lacks_full,
     last_copies,
     leaving_groups,
     needs_window,
@@ -73,7 +73,7 @@ def test_blocks_above_that_are_in_memory_alone_go_to_disk_too() -> None:
     more = branch(table, FULL, rows, 4, 2)
 
     def heads(*behind: int) -> list[tuple[int, int]]:
-        return [*heads_in_memory(table, lambda _row: FULL, np.array(behind, dtype=np.int32))]
+        return [*heads_in_memory(table, lambda _row: FULL, Parts.of((row, 0) for row in behind))]
 
     assert heads(*rows[:3]) == [] and heads(rows[1]) == []
     assert heads(rows[5], rows[7]) == [(row, 0) for row in rows[[2, 3, 4, 6]].tolist()]
@@ -84,7 +84,28 @@ def test_blocks_above_that_are_in_memory_alone_go_to_disk_too() -> None:
     table.slot[Tier.DISK, :, rows[2]], table.leaving[:, rows[2]] = 1, True
     assert heads(rows[3]) == [(int(rows[2]), 0)], "what leaves comes again"
     windows, chain = grown(WINDOW_ONLY)
-    assert not heads_in_memory(windows, lambda _row: WINDOW_ONLY, chain[5:])
+    assert not heads_in_memory(
+        windows, lambda _row: WINDOW_ONLY, Parts.of((row, 0) for row in chain[5:].tolist())
+    )
+
+
+def test_a_block_of_which_another_part_goes_to_disk_takes_its_full_part_along() -> None:
+    table, rows = grown(MIXED)
+    table.slot[Tier.DISK, 0, rows[:5]] = 1
+    parts = Parts.of([(int(rows[5]), 1), (int(rows[7]), 0)])
+    found = heads_in_memory(table, lambda _row: MIXED, parts)
+    assert [*found] == [(int(rows[5]), 0), (int(rows[6]), 0)]
+
+
+def test_heads_come_first_and_chains_stay_together() -> None:
+    table, rows = grown(FULL)
+    more = branch(table, FULL, rows, 4, 2)
+    mixed = [int(rows[7]), int(more[1]), int(rows[5]), int(rows[2]), int(more[0]), int(rows[0])]
+    found = heads_first(table, Parts.of((row, 0) for row in mixed))
+    assert found.rows.tolist() == [*rows[[0, 2, 5, 7]].tolist(), *more.tolist()]
+    both = heads_first(table, Parts.of((int(row), group) for group in (1, 0) for row in rows[:2][::-1]))
+    assert [*both] == [(row, group) for row in rows[:2].tolist() for group in (1, 0)]
+    assert not len(heads_first(table, found[:0]))
 
 
 def test_ways_to_others() -> None:
@@ -156,7 +177,8 @@ def test_restorable_agrees_with_the_anchors(layout) -> None:  # type: ignore[no-
         for _ in range(rng.randrange(5)):
             table.slot[:, rng.randrange(len(layout.groups)), rng.choice(rows.tolist())] = -1
         good = restorable(layout, table.present(rows, len(layout.groups)))
-        full_heads = [not any(lacks_full(table, layout, int(r)) for r in rows[: at + 1]) for at in range(8)]
+        there = layout.full_group is None or (table.slot[:, layout.full_group, rows] >= 0).any(axis=0)
+        full_heads = np.logical_and.accumulate(np.broadcast_to(there, 8)).tolist()
         found = [
             is_restorable(table, layout, int(row)) and whole
             for row, whole in zip(rows, full_heads, strict=True)
@@ -187,7 +209,14 @@ def test_a_lost_full_part_takes_all_below() -> None:
     table.slot[:, 0, rows[3]] = -1
     gone, held = stranded(table, lambda _row: FULL, [int(rows[3])])
     assert sorted(gone) == sorted(rows[3:].tolist()) and held == []
-    assert first_gap(table, FULL, int(rows[6])) == rows[3] and first_gap(table, FULL, int(rows[2])) == rows[2]
+    table.slot[:, 0, rows[5]] = -1
+    layout_of = lambda _row: FULL  # noqa: E731
+    assert (
+        first_gaps(table, layout_of, rows[6:7].tolist())
+        == {rows[3]}
+        == first_gaps(table, layout_of, rows[3:].tolist())
+    )
+    assert first_gaps(table, layout_of, rows[[2, 6]].tolist()) == {rows[2], rows[3]}
 
 
 def test_a_lost_window_part_takes_what_only_it_made_restorable() -> None:

@@ -221,7 +221,7 @@ def stranded(
 
 
 def _cut_off(table: BlockTable, layout_of: Callable[[int], BlockLayout], rows: Sequence[int]) -> set[int]:
-    """Those of `rows` that `lacks_full` is true of."""
+    """Those of `rows` whose full part is nowhere, so that nothing below them can be reached."""
     each, found = np.array(rows, dtype=np.int32), set[int]()
     for number in np.unique(table.namespace[each]).tolist():
         mine = each[table.namespace[each] == number]
@@ -236,25 +236,44 @@ def is_bare(table: BlockTable, row: int) -> bool:
     return not (table.slot[:, :, row] >= 0).any() and table.first_child[row] < 0
 
 
-def lacks_full(table: BlockTable, layout: BlockLayout, row: int) -> bool:
-    """Is the block's full part nowhere, so that nothing below it can be reached?"""
-    full = layout.full_group
-    return full is not None and not bool((table.slot[:, full, row] >= 0).any())
+def first_gaps(table: BlockTable, layout_of: Callable[[int], BlockLayout], rows: Sequence[int]) -> set[int]:
+    """For each of `rows` the block nearest the head, of it and those above, whose full part is nowhere, or itself."""
+    gap_of: dict[int, int] = {}  # of each block above too, so that what chains share is walked once; -1: none
+    for row in rows:
+        way, above = list[int](), row
+        while above >= 0 and above not in gap_of:
+            way.append(above)
+            above = int(table.parent[above])
+        gap, full = gap_of.get(above, -1), layout_of(row).full_group
+        lacks = [False] * len(way) if full is None else (table.slot[:, full, way].max(axis=0) < 0).tolist()
+        for here, is_gap in zip(reversed(way), reversed(lacks), strict=True):
+            gap = here if gap < 0 and is_gap else gap
+            gap_of[here] = gap
+    return {gap_of[row] if gap_of[row] >= 0 else row for row in rows}
 
 
-def first_gap(table: BlockTable, layout: BlockLayout, row: int) -> int:
-    """The block nearest the head, of `row` and those above it, whose full part is nowhere; else `row`."""
-    gaps = [above for above in table.ancestors(row, len(table)) if lacks_full(table, layout, above)]
-    return gaps[-1] if gaps else row
+def heads_first(table: BlockTable, parts: Parts) -> Parts:
+    """The same parts, chain by chain, none before one of a block that it follows."""
+    seen, rank = set[int](), dict[int, int]()
+    for row in parts.rows.tolist():
+        way = list[int]()
+        while row >= 0 and row not in seen:
+            seen.add(row)
+            way.append(row)
+            row = int(table.parent[row])
+        rank.update({here: len(rank) + n for n, here in enumerate(reversed(way))})
+    return parts[np.argsort([rank[row] for row in parts.rows.tolist()], kind="stable")]
 
 
-def heads_in_memory(table: BlockTable, layout_of: Callable[[int], BlockLayout], rows: Rows) -> Parts:
-    """Full parts in memory alone of blocks above `rows` and not of them, heads first: what is on DISK can be reached
-    after a restart only behind them.
+def heads_in_memory(table: BlockTable, layout_of: Callable[[int], BlockLayout], parts: Parts) -> Parts:
+    """Full parts in memory alone, none of `parts`, of their blocks and those above, heads first: what is on DISK can
+    be reached after a restart only behind them.
     """
-    seen, found = set(rows.tolist()), list[tuple[int, int]]()
-    for row in rows.tolist():
-        way, above = list[tuple[int, int]](), int(table.parent[row])
+    seen = {row for row, group in parts if group == layout_of(row).full_group}
+    found = list[tuple[int, int]]()
+    for row in parts.rows.tolist():
+        way = list[tuple[int, int]]()
+        above = int(table.parent[row]) if row in seen else row
         while above >= 0 and above not in seen:
             full = layout_of(above).full_group
             if full is None or not _is_in_memory_alone(table, above, full):

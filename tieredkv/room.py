@@ -20,7 +20,7 @@ from .plan import (
     NO_PARTS,
     Flags,
     Parts,
-    first_gap,
+    first_gaps,
     held,
     last_copies,
     leaving_groups,
@@ -67,6 +67,7 @@ class Room:
         self._counters = counters
         self._deadline_s = deadline_s
         self._makers = {tier: threading.Lock() for tier in Tier}
+        self._incoming: dict[Tier, Rows] = {}  # what the maker of each tier makes room for
         self._held_up: set[tuple[int, bytes]] = set()  # rows with their keys, for a row may change hands
         if spiller is not None:
             spiller.reserve = partial(self.reserve, Tier.DISK)
@@ -94,26 +95,42 @@ class Room:
         resident = self._residents[tier]
         stride = part_nbytes + (SLOT_HEADER_NBYTES if tier is Tier.DISK else 0)
         with self._lock:
-            got = resident.arena.allocate(stride, count)
-        if len(got) == count or not self._makers[tier].acquire(timeout=_left(until)):
-            return got
+            got = [resident.arena.allocate(stride, count)]
+        missing = count - len(got[0])
         try:
-            made = self._make(resident, stride, count - len(got), until, incoming, num_soon())
-            return np.concatenate((got, made))
-        finally:
-            self._makers[tier].release()
+            if missing and self._makers[tier].acquire(timeout=_left(until)):
+                try:
+                    self._incoming[tier] = incoming
+                    soon_nbytes = min(num_soon() * stride, resident.arena.budget_nbytes // 8)
+                    self._make(resident, stride, missing, until, incoming, soon_nbytes, got)
+                finally:
+                    del self._incoming[tier]
+                    self._makers[tier].release()
+        except BaseException:  # an interrupt, or no memory: what was reserved goes back
+            with self._lock:
+                for slots in got:
+                    resident.free(stride, slots)
+            raise
+        return np.concatenate(got)
 
     def _make(
-        self, resident: Residency, stride: int, missing: int, until: float, incoming: Rows, num_soon: int
-    ) -> Slots:
-        pieces, freed = [_NO_SLOTS], 0
-        soon_nbytes = min(num_soon * stride, resident.arena.budget_nbytes // 8)
+        self,
+        resident: Residency,
+        stride: int,
+        missing: int,
+        until: float,
+        incoming: Rows,
+        soon_nbytes: int,
+        got: list[Slots],
+    ) -> None:
+        """Evict for `missing` slots, and `soon_nbytes` more; what came of it is appended to `got`."""
+        freed = 0
         while missing:
             self._surrender(resident, stride)
             with self._lock:
-                pieces.append(resident.arena.allocate(stride, missing))
-                missing -= len(pieces[-1])
-                freed = 0 if len(pieces[-1]) else freed
+                got.append(resident.arena.allocate(stride, missing))
+                missing -= len(got[-1])
+                freed = 0 if len(got[-1]) else freed
                 if not missing or time.monotonic() > until:
                     break
                 # A chunk's worth left by policy and still no slot: the free space is in pools of other sizes.
@@ -124,8 +141,8 @@ class Room:
             if not leaving and not self._await_spill(resident, until):
                 break
             freed = 0 if scattered else freed + int(resident.strides_of(leaving).sum())
-            self._let_go(resident, leaving, until)
-        return np.concatenate(pieces)
+            if not self._let_go(resident, leaving, until):
+                break
 
     def _await_spill(self, resident: Residency, until: float) -> bool:
         """Wait a little for parts that are being spilled, which may leave memory then; False if there are none."""
@@ -157,9 +174,8 @@ class Room:
                 step = max(excess, resident.arena.chunk_nbytes // 8)
                 leaving = self._choose(resident, step, _NO_ROWS) if over else NO_PARTS
                 leaving = leaving or (self._choose_chunk(resident, 0) if over else NO_PARTS)
-            if not leaving:
+            if not leaving or not self._let_go(resident, leaving, until):
                 break
-            self._let_go(resident, leaving, until)
             self._surrender(resident, 0)
         with self._lock:
             resident.policy.capacity_nbytes = max(resident.arena.budget_nbytes, resident.policy.nbytes)
@@ -231,24 +247,39 @@ class Room:
         return Parts.of((tail, group) for group in groups)
 
     def _choose_chunk(self, resident: Residency, stride: int) -> Parts:
-        """All parts in the sparsest chunk of another size that holds none held; now moving (lock held)."""
-        skipped: set[tuple[int, int]] = set()
-        needed = self._needed_by_what_comes(resident)
+        """All parts in the sparsest chunk of another size that can be emptied; now moving (lock held)."""
+        skipped = self._chunks_that_stay(resident)
         while (found := resident.arena.sparsest_chunk(stride, skipped)) is not None:
             other, chunk, slots = found
-            parts = self._parts_in(resident, other, slots)
-            if parts and not (held(self._table, parts.rows) | needed[parts.rows]).any():
+            if parts := self._parts_in(resident, other, slots):
                 self._start_moves(parts)
                 return parts
             skipped.add((other, chunk))
         return NO_PARTS
 
+    def _chunks_that_stay(self, resident: Residency) -> set[tuple[int, int]]:
+        """Chunks, by stride and number, with a part of a block that is held or that comes need (lock held)."""
+        rows = self._table.live_rows()
+        needed = self._needed_by_what_comes(resident)
+        parts = resident.parts_of(rows[held(self._table, rows) | needed[rows]])
+        strides, found = resident.strides_of(parts), set[tuple[int, int]]()
+        slots = self._table.slot[resident.tier, parts.groups, parts.rows]
+        for stride in np.unique(strides).tolist():
+            chunks = np.unique(slots[strides == stride] // resident.arena.slots_per_chunk(stride))
+            found.update((stride, chunk) for chunk in chunks.tolist())
+        return found
+
     def _needed_by_what_comes(self, resident: Residency) -> Flags:
-        """By row: on DISK, what is on its way there is reached only behind these blocks (lock held)."""
-        coming = (
-            self._spiller.rows_on_their_way() if self._spiller and resident.tier is Tier.DISK else _NO_ROWS
-        )
-        return ways_to(self._table, coming)
+        """By row: what comes to the last tier that there is is reached only behind these blocks (lock held)."""
+        if resident.tier is Tier.DISK and self._spiller is not None:
+            return ways_to(self._table, self._spiller.rows_on_their_way())
+        is_last = resident.tier is max(self._residents)
+        return self._needed_in_memory() if is_last else ways_to(self._table, _NO_ROWS)
+
+    def _needed_in_memory(self) -> Flags:
+        """By row: without a disk, what room is being made for is reached only behind these (lock held)."""
+        incoming = self._incoming.values() if self._spiller is None else ()
+        return ways_to(self._table, np.concatenate([_NO_ROWS, *incoming]))
 
     def _parts_in(self, resident: Residency, stride: int, slots: Slots) -> Parts:
         table = self._table
@@ -266,10 +297,28 @@ class Room:
 
     # ---- where to ------------------------------------------------------------------------------
 
-    def _let_go(self, resident: Residency, leaving: Parts, until: float) -> None:
-        """Take `leaving` out of its tier, after a copy to the tier below where it has none there."""
+    def _let_go(self, resident: Residency, leaving: Parts, until: float) -> bool:
+        """Take `leaving` out of its tier, after a copy to the tier below where it has none there.
+
+        Returns:
+            False if nothing leaves, nor would if it were tried again.
+        """
+        try:
+            self._copy_down(resident, leaving, until)
+        except BaseException:  # an interrupt, or no memory: it stays
+            with self._lock:
+                self._end_moves(leaving)
+            raise
         if resident.tier is Tier.DISK:
-            self._leave_disk(leaving, until)
+            return self._leave_disk(leaving, until)
+        with self._lock:
+            return self._leave_memory(resident, leaving)
+
+    def _copy_down(self, resident: Residency, leaving: Parts, until: float) -> None:
+        """As far as the tiers below take it; of what leaves the disk only token ids are kept."""
+        if resident.tier is Tier.DISK:
+            assert self._spiller is not None, "only a cache with a disk tier evicts from it"
+            self._spiller.remember_tokens(leaving)
             return
         if resident.tier is Tier.DEVICE and Tier.HOST in self._residents:
             self._demote(leaving, until)
@@ -277,8 +326,6 @@ class Room:
             homeless = leaving[last_copies(self._table, resident.tier, leaving)]
         if homeless and self._spiller is not None:
             self._spiller.spill_now(homeless, until)
-        with self._lock:
-            self._leave_memory(resident, leaving)
 
     def _demote(self, leaving: Parts, until: float) -> None:
         """Copy to HOST what is not there yet, as far as HOST takes it."""
@@ -293,44 +340,56 @@ class Room:
             with self._lock:
                 sources = table.slot[Tier.DEVICE, parts.groups, parts.rows].astype(np.int64)
             slots[np.argsort(sources)] = np.sort(slots)  # in the same order: few copies, and large ones
-            copy_slots(device.stream, part_nbytes, device, sources, host, slots)
-            await_copies(device, self._deadline_s, self._counters)
+            try:
+                copy_slots(device.stream, part_nbytes, device, sources, host, slots)
+                await_copies(device, self._deadline_s, self._counters)
+            except BaseException:  # an interrupt: what was reserved goes back, once nothing writes there
+                await_copies(device, self._deadline_s, self._counters)
+                with self._lock:
+                    self._residents[Tier.HOST].free(part_nbytes, slots)
+                raise
             with self._lock:
                 for group in np.unique(parts.groups).tolist():
                     mine = np.flatnonzero(parts.groups == group)[::-1]  # tails came first
                     self._residents[Tier.HOST].place(parts.rows[mine], group, slots[mine])
                 self._residents[Tier.HOST].tell(Event.DEMOTE, parts)
 
-    def _leave_memory(self, resident: Residency, leaving: Parts) -> None:
+    def _leave_memory(self, resident: Residency, leaving: Parts) -> bool:
+        """Lock held."""
         self._end_moves(leaving)
         # Pinned or being spilled since it was chosen: it stays.
         leaving = leaving[~held(self._table, leaving.rows)]
-        lost = leaving.rows[last_copies(self._table, resident.tier, leaving)]
-        resident.leave(leaving, evicted=True)
-        resident.tell(Event.EVICT, leaving)
-        self._drop_lost(lost)
+        last = last_copies(self._table, resident.tier, leaving)
+        stays = last & self._needed_in_memory()[leaving.rows]
+        resident.leave(leaving[~stays], evicted=True)
+        resident.tell(Event.EVICT, leaving[~stays])
+        self._drop_lost(leaving.rows[last & ~stays])
         self._table.free_if_empty(leaving.rows)
         self.look_again()
+        return not (len(stays) and stays.all())
 
-    def _leave_disk(self, leaving: Parts, until: float) -> None:
+    def _leave_disk(self, leaving: Parts, until: float) -> bool:
         assert self._spiller is not None, "only a cache with a disk tier evicts from it"
         table, rows = self._table, np.unique(leaving.rows)
-        self._spiller.remember_tokens(leaving)
         with self._lock:
             table.uses[rows] += 1  # until it is known what hangs on them
             self._end_moves(leaving)
-            needed = self._needed_by_what_comes(self._residents[Tier.DISK])  # it may have set out meanwhile
-            leaving = leaving[~needed[leaving.rows]]
+            # Pinned, or needed by what set out, since it was chosen: it stays.
+            stays = held(table, leaving.rows)
+            stays |= self._needed_by_what_comes(self._residents[Tier.DISK])[leaving.rows]
+            leaving = leaving[~stays]
             ticket = self._spiller.drop(leaving, Cause.EVICTED) if leaving else DONE
+        try:
+            is_done = ticket.wait(_left(until))
+        finally:
+            with self._lock:
+                lost = leaving.rows[table.slot[:, leaving.groups, leaving.rows].max(axis=0) < 0]
+                ticket = self._drop_lost(lost)
+                table.uses[rows] -= 1
+                table.free_if_empty(rows)
+                self.look_again()
         ticket.wait(_left(until))
-        with self._lock:
-            ticket = self._drop_lost(
-                leaving.rows[table.slot[:, leaving.groups, leaving.rows].max(axis=0) < 0]
-            )
-            table.uses[rows] -= 1
-            table.free_if_empty(rows)
-            self.look_again()
-        ticket.wait(_left(until))
+        return is_done
 
     def _drop_lost(self, rows: Rows) -> Ticket:
         """Blocks that lost a last copy, in the order in which they lost it (lock held)."""
@@ -359,7 +418,7 @@ class Room:
         if free:
             self._held_up -= free
             rows = [row for row, key in free if table.namespace[row] >= 0 and table.key_of(row) == key]
-            self.drop_stranded({first_gap(table, self._layout_of(row), row) for row in rows})
+            self.drop_stranded(first_gaps(table, self._layout_of, rows))
 
     def release(self, parts: Parts, cause: Cause) -> Ticket:
         """Take `parts` out of every tier, those of held blocks excepted (lock held).

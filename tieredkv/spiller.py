@@ -23,7 +23,7 @@ from .block.hashing import Digests
 from .block.layout import BlockLayout
 from .outcomes import Counters, Tier
 from .pace import Pace
-from .plan import Flags, Parts, heads_in_memory
+from .plan import Flags, Parts, heads_first, heads_in_memory
 from .residency import Residency, Slots
 from .table.block_table import BlockTable
 from .table.journal import Journal, Ticket
@@ -45,6 +45,7 @@ _MOST_SOON = 256
 _QUEUE_NBYTES = 256 * MiB
 _NUM_WORKERS = 3
 _RETRY_S = 1.0
+_NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 class Cause(IntEnum):
@@ -103,7 +104,7 @@ class Reserve(Protocol):
 
 
 def _no_room(part_nbytes: int, count: int, until: float, *, num_soon: Callable[[], int]) -> Slots:
-    return np.empty(0, np.int64)
+    return _NO_SLOTS
 
 
 class Spiller:
@@ -279,10 +280,11 @@ class Spiller:
             )
             table.free_if_empty(rows)
 
-        def failed(_error: Exception) -> None:
+        def failed(error: Exception) -> None:
             np.subtract.at(table.moving, rows, 1)
             table.leaving[groups, rows] = False
             self._counters.add("drop_not_logged_parts", len(rows))
+            self._failed(error)
 
         return self._journal.submit(DROP, records, applied, failed)
 
@@ -303,7 +305,12 @@ class Spiller:
         """Stop the workers; parts still queued are not spilled."""
         with self._wake:
             self._closing = True
+            left = [*self._queue]
+            self._queue.clear()
+            self._num_queued.clear()
             self._wake.notify_all()
+        for piece in left:
+            piece.spilling.ended(failed=True)
         for worker in self._workers:
             worker.join(max(0.0, until - time.monotonic()))
 
@@ -347,7 +354,8 @@ class Spiller:
         with self._lock:
             rows, needed = self._still_wanted(wanted.digests, wanted.groups)
             parts = Parts(rows, wanted.groups)[needed]
-            parts = Parts.joined([heads_in_memory(table, self._layout_of, parts.rows), parts])
+            heads = heads_in_memory(table, self._layout_of, parts)
+            parts = heads_first(table, Parts.joined([heads, parts]))  # where room ends, tails go without
             spilling.began(len(parts))
             fresh = np.ones(len(parts), dtype=np.bool_)
             for number, part in enumerate(parts):
@@ -360,22 +368,22 @@ class Spiller:
         return [(size, parts[sizes == size]) for size in np.unique(sizes).tolist()]
 
     def _spill_batch(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
-        stride = part_nbytes + SLOT_HEADER_NBYTES
+        stride, slots = part_nbytes + SLOT_HEADER_NBYTES, _NO_SLOTS
         with self._wake:
             num_queued = self._num_queued[stride]
-        self._find_space(part_nbytes, len(rows) + num_queued)
-        until = time.monotonic() + self._deadline_s
-        slots = self.reserve(part_nbytes, len(rows), until, num_soon=partial(self._num_soon, stride))
-        if len(slots) < len(rows):
-            self._counters.add("spill_no_space_parts", len(rows) - len(slots))
-            self._give_up(rows[len(slots) :], groups[len(slots) :])
-            rows, groups = rows[: len(slots)], groups[: len(slots)]
-        if not len(rows):
-            return
         try:
+            self._find_space(part_nbytes, len(rows) + num_queued)
+            until = time.monotonic() + self._deadline_s
+            slots = self.reserve(part_nbytes, len(rows), until, num_soon=partial(self._num_soon, stride))
+            if len(slots) < len(rows):
+                self._counters.add("spill_no_space_parts", len(rows) - len(slots))
+                self._give_up(rows[len(slots) :], groups[len(slots) :])
+                rows, groups = rows[: len(slots)], groups[: len(slots)]
+            if not len(rows):
+                return
             headers, payloads = self._gather(part_nbytes, rows, groups)
             checksums = self._store.write(part_nbytes, slots, headers, payloads)
-        except OSError as error:
+        except Exception as error:  # of the disk, or no memory: nobody may wait for parts that nobody moves
             self._failed(error)
             with self._lock:
                 self._resident.free(stride, slots)

@@ -295,6 +295,7 @@ class Journal:
         error = OSError("the log takes no more records")
         with self._lock:
             failed(error)
+            self._lock.notify_all()
         entry.ticket.finish(0, error)
         return entry.ticket
 
