@@ -191,3 +191,34 @@ def test_who_waits_for_a_spill_is_told_when_the_cache_closes(tmp_path: Path) -> 
     for waiter in waiters:
         waiter.join(60)
     assert len(told) == len(stored) and not all(told)
+
+
+def test_space_that_is_on_its_way_is_not_given_to_other_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks taken for full parts went back for window parts, and then got their space: beside the budget."""
+    layout = LAYOUTS["uneven"]
+    with opened(tmp_path, device_nbytes="1MiB", host_nbytes=0, disk_nbytes="32MiB", log_keep_nbytes=0) as kv:
+        kv.namespace(IDENTITY, layout)
+        disk, slabs, (full, window) = kv._residents[Tier.DISK], kv._disk.store, layout.part_nbytes
+        began, go, reserve = threading.Event(), threading.Event(), slabs.reserve
+
+        def slow(*args: Any) -> None:
+            began.set()
+            assert go.wait(60)
+            reserve(*args)
+
+        monkeypatch.setattr(slabs, "reserve", slow)
+        finder = threading.Thread(target=kv._spiller._find_space, args=(full, 1 << 20))
+        finder.start()
+        assert began.wait(60)
+        slots = kv._room.reserve(Tier.DISK, window, 1 << 20, time.monotonic() + 0.5)
+        go.set()
+        finder.join(60)
+        held = sorted(slabs.held_chunks(full))
+        assert held and not disk.arena.not_taken(full + SLOT_HEADER_NBYTES, held)
+        assert disk.arena.used_nbytes <= disk.arena.budget_nbytes
+        assert slabs.allocated_nbytes <= disk.arena.budget_nbytes
+        with kv._lock:
+            disk.free(window + SLOT_HEADER_NBYTES, slots)
+            assert len(disk.arena.retire_spare(0)) >= len(held), "then they are spare like any other"

@@ -424,13 +424,18 @@ class Spiller:
         For the system to find it, every write under way in that file must end: chunk by chunk, a long spill would
         stand still again and again.
         """
+        arena, stride = self._resident.arena, part_nbytes + SLOT_HEADER_NBYTES
         with self._lock:
-            chunks = self._resident.arena.take_chunks(part_nbytes + SLOT_HEADER_NBYTES, count)
+            chunks = arena.take_chunks(stride, count)
+            arena.keep(stride, chunks)  # given back meanwhile, they would have their space beside the budget
         if chunks:
             try:
                 self._store.reserve(part_nbytes, chunks)
             except OSError:  # the write asks again, and may get it
                 self._counters.add("disk_space_errors")
+            finally:
+                with self._lock:
+                    arena.unkeep(stride, chunks)
 
     def _gather(
         self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]

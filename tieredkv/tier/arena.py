@@ -120,6 +120,7 @@ class Arena:
         self._budget_nbytes = budget_nbytes
         self._used_nbytes = 0
         self._pools: dict[int, _Pool] = {}
+        self._kept: set[tuple[int, int]] = set()
         self._shared = _ChunkNumbers() if shared else None
 
     @property
@@ -277,6 +278,13 @@ class Arena:
         """Emptying was given up. Does nothing for a chunk that went back to the budget."""
         self._pools[stride_nbytes].open(chunk, _SEALED)
 
+    def keep(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
+        """`retire_spare` passes these chunks over until `unkeep`: space for them is on its way."""
+        self._kept.update((stride_nbytes, chunk) for chunk in chunks)
+
+    def unkeep(self, stride_nbytes: int, chunks: Iterable[int]) -> None:
+        self._kept.difference_update((stride_nbytes, chunk) for chunk in chunks)
+
     def retire_spare(self, except_stride: int) -> list[tuple[int, int]]:
         """Retire every open chunk of another size that has no live slot; returns their `(stride, chunk)`."""
         spare = [
@@ -284,6 +292,7 @@ class Arena:
             for stride, pool in self._pools.items()
             if stride != except_stride and pool.keeps_empty
             for chunk in pool.empty_chunks()
+            if (stride, chunk) not in self._kept
         ]
         for stride, chunk in spare:
             self._pools[stride].close(chunk, _RETIRED)
