@@ -222,3 +222,41 @@ def test_space_that_is_on_its_way_is_not_given_to_other_parts(
         with kv._lock:
             disk.free(window + SLOT_HEADER_NBYTES, slots)
             assert len(disk.arena.retire_spare(0)) >= len(held), "then they are spare like any other"
+
+
+def test_no_tail_has_room_before_its_head_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two batches of one chat the second had the last room: it lay on disk behind nothing."""
+    with opened(tmp_path, device_nbytes="4MiB", host_nbytes=0, disk_nbytes="8MiB", log_keep_nbytes=0) as kv:
+        space, tokens, stride = kv.namespace(IDENTITY, FULL), prompt(0, 400 * SIZE + 1), 2 * 4096
+        disk, spill = kv._residents[Tier.DISK], kv._spiller
+        with kv._lock:
+            taken = disk.arena.allocate(stride, disk.arena.num_free(stride) - 300)  # by what cannot leave
+        has_room, calls = threading.Event(), list[int]()
+        reserve, write = spill.reserve, kv._disk.store.write
+
+        def delayed(part_nbytes: int, count: int, *args: Any, **options: Any) -> Any:
+            calls.append(count)
+            if len(calls) > 1:
+                return reserve(part_nbytes, count, *args, **options)
+            comes_true(lambda: len(calls) > 1, 0.5)  # if the second may, it goes first
+            try:
+                return reserve(part_nbytes, count, *args, **options)
+            finally:
+                has_room.set()
+
+        def slow(*args: Any) -> Any:
+            assert has_room.wait(60)
+            return write(*args)
+
+        monkeypatch.setattr(kv._disk.store, "write", slow)
+        monkeypatch.setattr(spill, "reserve", delayed)
+        store(space, tokens[: 200 * SIZE + 1])
+        assert comes_true(lambda: len(calls) == 1)
+        store(space, tokens)
+        quiet(kv)
+        on_disk = kv._table.on_disk(kv._table.find(space.chain(tokens)))[0]
+        assert on_disk.sum() >= 200 and on_disk[: int(on_disk.sum())].all(), np.flatnonzero(on_disk)
+        with kv._lock:
+            disk.free(stride, taken)

@@ -155,6 +155,8 @@ class Spiller:
         self._num_busy = 0
         self._closing = False
         self._wake = threading.Condition()
+        # Held until a batch has its room: no tail has some before its head was given up, and comes along with it.
+        self._in_order = threading.Lock()
         self._workers = [
             threading.Thread(target=self._work, name=f"tieredkv-spill-{n}", daemon=True)
             for n in range(_NUM_WORKERS)
@@ -341,8 +343,11 @@ class Spiller:
         if self.is_off:
             self._counters.add("spill_bypassed_parts", len(wanted.groups))
             return False
-        for part_nbytes, parts in self._take(wanted):
-            self._spill_batch(part_nbytes, parts.rows, parts.groups)
+        with self._in_order:
+            batches = [(nbytes, *self._with_room(nbytes, parts)) for nbytes, parts in self._take(wanted)]
+        for part_nbytes, parts, slots in batches:
+            if parts:
+                self._write(part_nbytes, parts.rows, parts.groups, slots)
         return True
 
     def _take(self, wanted: _Wanted) -> list[tuple[int, Parts]]:
@@ -367,27 +372,31 @@ class Spiller:
             sizes = self._resident.strides_of(parts) - SLOT_HEADER_NBYTES
         return [(size, parts[sizes == size]) for size in np.unique(sizes).tolist()]
 
-    def _spill_batch(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
+    def _with_room(self, part_nbytes: int, parts: Parts) -> tuple[Parts, Slots]:
+        """The parts that there is room for, and where; the others are given up."""
         stride, slots = part_nbytes + SLOT_HEADER_NBYTES, _NO_SLOTS
         with self._wake:
             num_queued = self._num_queued[stride]
         try:
-            self._find_space(part_nbytes, len(rows) + num_queued)
+            self._find_space(part_nbytes, len(parts) + num_queued)
             until = time.monotonic() + self._deadline_s
-            slots = self.reserve(part_nbytes, len(rows), until, num_soon=partial(self._num_soon, stride))
-            if len(slots) < len(rows):
-                self._counters.add("spill_no_space_parts", len(rows) - len(slots))
-                self._give_up(rows[len(slots) :], groups[len(slots) :])
-                rows, groups = rows[: len(slots)], groups[: len(slots)]
-            if not len(rows):
-                return
+            slots = self.reserve(part_nbytes, len(parts), until, num_soon=partial(self._num_soon, stride))
+        except Exception as error:  # the disk would not say what is in the way, or there is no memory
+            self._failed(error)
+        if len(slots) < len(parts):
+            self._counters.add("spill_no_space_parts", len(parts) - len(slots))
+            self._give_up(parts[len(slots) :])
+        return parts[: len(slots)], slots
+
+    def _write(self, part_nbytes: int, rows: Rows, groups: npt.NDArray[np.int64], slots: Slots) -> None:
+        try:
             headers, payloads = self._gather(part_nbytes, rows, groups)
             checksums = self._store.write(part_nbytes, slots, headers, payloads)
         except Exception as error:  # of the disk, or no memory: nobody may wait for parts that nobody moves
             self._failed(error)
             with self._lock:
-                self._resident.free(stride, slots)
-            self._give_up(rows, groups)
+                self._resident.free(part_nbytes + SLOT_HEADER_NBYTES, slots)
+            self._give_up(Parts(rows, groups))
             return
         self.trouble = None
         self._log_put(part_nbytes, rows, groups, slots, headers, checksums)
@@ -519,9 +528,9 @@ class Spiller:
 
     # ---- ends ----------------------------------------------------------------------------------
 
-    def _give_up(self, rows: Rows, groups: npt.NDArray[np.int64]) -> None:
+    def _give_up(self, parts: Parts) -> None:
         with self._lock:
-            self._moved(rows, groups, failed=True)
+            self._moved(parts.rows, parts.groups, failed=True)
             self._lock.notify_all()
 
     def _moved(self, rows: Rows, groups: npt.NDArray[np.int64], *, failed: bool) -> None:
