@@ -234,3 +234,32 @@ def test_a_right_import_is_not_seen() -> None:
 )
 def test_a_forbidden_thing_is_seen(source: str) -> None:
     assert len(list(forbidden_in(source))) == 1
+
+
+WHAT_WAS_SAID = {"tokens", "ids", "text", "held", "given", "sequences", "messages", "content"}
+
+
+def _shown_by_repr(tree: ast.AST) -> Iterator[str]:
+    """Fields of dataclasses that hold a prompt, or some of it, and that `repr` would print."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or "dataclass" not in map(_name_of, node.decorator_list):
+            continue
+        for field in node.body:
+            if not isinstance(field, ast.AnnAssign) or _name_of(field.target) not in WHAT_WAS_SAID:
+                continue
+            options = field.value.keywords if isinstance(field.value, ast.Call) else []
+            if not any(o.arg == "repr" and ast.literal_eval(o.value) is False for o in options):
+                yield f"{node.name}.{_name_of(field.target)}"
+
+
+def _name_of(node: ast.expr) -> str:
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_repr_shows_nothing_of_a_prompt() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if "testing" not in path.parts]
+    shown = {path.name: [*_shown_by_repr(ast.parse(path.read_text()))] for path in files}
+    assert not {name: fields for name, fields in shown.items() if fields}
+    source = "@dataclass\nclass A:\n    ids: int\n    text: str = field(repr=False)"
+    assert [*_shown_by_repr(ast.parse(source))] == ["A.ids"]

@@ -116,6 +116,13 @@ def test_bad_commits_change_nothing(tmp_path: Path) -> None:
             lambda: session.commit([1.5], []),
             lambda: session.rollback(1000),
             lambda: session.rollback(-1),
+            lambda: session.rollback(1.5),  # type: ignore[arg-type]
+            lambda: session.rollback(True),
+            lambda: session.commit(prompt(0), [Turn("user", -5)]),
+            lambda: session.commit(prompt(0), [Turn("user", 1.5)]),  # type: ignore[arg-type]
+            lambda: session.commit(prompt(0), [Turn(None, 5)]),  # type: ignore[arg-type]
+            lambda: session.commit(prompt(0), [Turn("user", 9), Turn("user", 5)]),
+            lambda: session.commit(prompt(0), [], anchors=[16.0]),  # type: ignore[list-item]
             lambda: session.expire(0),
             lambda: session.expire(float("nan")),
             lambda: kv.session(42, space),  # type: ignore[arg-type]

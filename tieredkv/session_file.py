@@ -15,7 +15,7 @@ import os
 import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -111,10 +111,10 @@ class SessionFile:
 
     path: str
     name: str
-    tokens: Tokens
+    tokens: Tokens = field(repr=False)
     turns: tuple[Turn, ...]
     anchors: tuple[int, ...]
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Any] = field(repr=False)
     priority: int
     prefix: Prefix
 

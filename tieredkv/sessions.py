@@ -25,6 +25,7 @@ from .system import Clock
 from .table.catalog import CatalogLog, SessionRow, Turn, session_with, to_record
 from .table.key_index import Rows
 from .table.state import State
+from .units import is_whole
 from .wal.records import CLOCK, SESSION
 
 _DAY_S = 86_400.0
@@ -105,10 +106,9 @@ class Session:
         """
         ids, size = as_tokens(tokens).copy(), self.space.layout.block_size
         ids.setflags(write=False)  # what is held must stay what was logged
-        if any(turn.end > len(ids) for turn in turns) or any(
-            not 0 <= a <= len(ids) or a % size for a in anchors
-        ):
-            raise BadInput(f"a turn or anchor lies beyond {len(ids)} tokens, or off the block size {size}")
+        _check_turns(turns, len(ids))
+        if not all(is_whole(a) and 0 <= a <= len(ids) and a % size == 0 for a in anchors):
+            raise BadInput(f"an anchor lies beyond {len(ids)} tokens, or off the block size {size}")
         until = time.monotonic() + self._owner.deadline_s
         for batch in stored:
             batch.wait(max(0.0, until - time.monotonic()))
@@ -123,8 +123,8 @@ class Session:
 
     def rollback(self, num_tokens: int) -> None:
         """Cut the session back to `num_tokens`; blocks that other sessions share stay."""
-        if not 0 <= num_tokens <= len(self.tokens):
-            raise BadInput(f"cannot roll {len(self.tokens)} tokens back to {num_tokens}")
+        if not is_whole(num_tokens) or not 0 <= num_tokens <= len(self.tokens):
+            raise BadInput(f"cannot roll {len(self.tokens)} tokens back to {num_tokens!r}")
         self.commit(
             self.tokens[:num_tokens],
             [turn for turn in self.turns if turn.end <= num_tokens],
@@ -215,12 +215,23 @@ class Session:
             raise SessionError(f"session {self.name!r} is closed")
 
 
+def _check_turns(turns: Sequence[Turn], num_tokens: int) -> None:
+    """Raises BadInput: one without a role, or whose end does not lie between the end before it and the tokens'."""
+    last = 0
+    for turn in turns:
+        if not isinstance(turn.role, str):
+            raise BadInput(f"a turn's role is a text, not {turn.role!r}")
+        if not is_whole(turn.end) or not last <= turn.end <= num_tokens:
+            raise BadInput(f"a turn ends at {turn.end!r}, not between {last} and {num_tokens} tokens")
+        last = turn.end
+
+
 @dataclass(frozen=True)
 class _Hold:
     """What one session counts for: its whole blocks, and among them those before its anchors, by digest."""
 
     namespace: int
-    tokens: Tokens
+    tokens: Tokens = field(repr=False)
     digests: Digests
     ends: Digests = field(default_factory=lambda: np.zeros((0, DIGEST_NBYTES), dtype=np.uint8))
     is_pinned: bool = False

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them, and the alignment that direct I/O needs."""
+"""Byte sizes as people write them, what counts as a whole number, and the alignment that direct I/O needs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ _FACTORS = {
     "gi": GiB,
     "ti": GiB << 10,
 }
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an int, or one of numpy's; a truth value is none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def parse_nbytes(value: int | str, field: str = "size") -> int:

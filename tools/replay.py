@@ -38,6 +38,7 @@ from tieredkv.audit.repair import truncate
 from tieredkv.audit.report import Condition, fsck, read
 from tieredkv.audit.rescue import rescue
 from tieredkv.audit.timeline import timeline
+from tieredkv.cli.inspect import visible
 from tieredkv.errors import BadInput, NotAStore, TieredKVError
 from tieredkv.table import trace
 
@@ -65,7 +66,7 @@ class Output:
         """As `give`, of a store in that condition: what is wrong with it is said too, and is the exit code."""
         code = self.give(found, show, condition.exit_code)
         if code:
-            print(f"replay: {condition}", file=sys.stderr)
+            print(f"replay: {visible(str(condition))}", file=sys.stderr)
         return code
 
     def line(self, values: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def main(
 
 def refuse(out: Output, error: Exception) -> int:
     code = 3 if isinstance(error, NotAStore) else 2
-    print(f"replay: {error}", file=sys.stderr)
+    print(f"replay: {visible(str(error))}", file=sys.stderr)
     if out.as_json:
         out.line({"error": str(error), "exit_code": code})
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -72,9 +73,24 @@ def test_block_sizes_that_are_refused(size: int) -> None:
         BlockLayout(size, LAYOUTS["full"].groups)
 
 
+@pytest.mark.parametrize(
+    ("layer", "name", "shape"),
+    [
+        (-1, "k", (1, TOKENS, 8)), ("0", "k", (1, TOKENS, 8)), (1.0, "k", (1, TOKENS, 8)), (0, 5, (1, TOKENS, 8)),
+        (0, "k", (1.5, TOKENS, 8)), (0, "k", [1, TOKENS, 8]), (0, "k", (True, TOKENS, 8)), (0, "k", "1"),
+    ],
+)  # fmt: skip
+def test_numbers_and_names_of_tensors_that_are_refused(layer: Any, name: Any, shape: Any) -> None:
+    """A shape that no store can read back would be found when it is opened the next time."""
+    with pytest.raises(BadConfig):
+        TensorSpec(layer, name, shape, "float32")
+
+
 def test_groups_that_are_refused() -> None:
     spec = TensorSpec(0, "k", (1, TOKENS, 8), "int32")
-    for kind, window in [("full", 3), ("window", 0), ("window", -1), ("sliding", 4)]:
+    for kind, window in [
+        ("full", 3), ("window", 0), ("window", -1), ("sliding", 4), ("window", 4.5), ("window", 1 << 31),
+    ]:  # fmt: skip
         with pytest.raises(BadConfig):
             LayerGroup(kind, (spec,), window)
     with pytest.raises(BadConfig):

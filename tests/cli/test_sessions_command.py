@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,33 @@ def test_what_is_left_of_a_store_without_slabs_is_damage(folder: Path) -> None:
     done = CliRunner().invoke(app, ["explain", str(folder), "one", "--json"])
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.exit_code == found["exit_code"] == 2 and "slabs is missing" in found["damage"][0]
+
+
+def test_names_that_steer_a_terminal_are_shown_and_do_nothing(tmp_path: Path) -> None:
+    """Markup in the name of a session or of a folder ended every table in a traceback; escapes went through."""
+    folder, name = tmp_path / "a[/x][red]", "role[/x]\x1b[31m" + 60 * "long "
+    with opened(folder) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        said = prompt(1, 3 * SIZE + 1)
+        with kv.session(name, space) as session:
+            session.commit(said, [Turn("user", len(said))], stored=[store(space, said)])
+    root = Path(__file__).parents[2]
+    replay = [sys.executable, str(root / "tools" / "replay.py")]
+    outputs = {}
+    for command in (["stat"], ["sessions"], ["fsck"], ["explain", name]):
+        done = CliRunner().invoke(app, [command[0], str(folder), *command[1:]])
+        assert done.exit_code == 0, (command, done.output, done.exception)
+        outputs[command[0]] = done.output
+    out, last = str(tmp_path / "b[/y]"), f"{as_json('stat', str(folder))['last_lsn']}"
+    for arguments in ([], ["--at", last], ["--session", name], ["--verify"], ["--salvage", out]):
+        ran = subprocess.run([*replay, str(folder), *arguments], capture_output=True, text=True, cwd=root)
+        assert ran.returncode == 0, (arguments, ran.stderr)
+        outputs[" ".join(["replay", *arguments[:1]])] = ran.stdout
+    for what, text in outputs.items():
+        assert "\x1b" not in text, what
+    assert all("a[/x][red]" in outputs[what].replace("\n", "") for what in ("stat", "fsck", "replay"))
+    for what in ("stat", "sessions", "replay --at"):
+        cells = "".join(
+            line.split("│")[1].strip() for line in outputs[what].splitlines() if line.count("│") > 2
+        )
+        assert "role[/x]\\x1b[31mlong" in cells.replace(" ", ""), outputs[what]

@@ -44,6 +44,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of one layer, for one block.
@@ -59,6 +63,14 @@ class TensorSpec:
     dtype: str
 
     def __post_init__(self) -> None:
+        if not (_is_int(self.layer) and self.layer >= 0 and isinstance(self.name, str)):
+            raise BadConfig(
+                f"a tensor has a layer from 0 on and a name, not {self.layer!r} and {self.name!r}"
+            )
+        if not isinstance(self.shape, tuple) or not all(map(_is_int, self.shape)):
+            raise BadConfig(
+                f"layer {self.layer} {self.name}: a shape is a tuple of whole numbers, not {self.shape!r}"
+            )
         if self.dtype not in DTYPES:
             raise BadConfig(
                 f"layer {self.layer} {self.name}: dtype {self.dtype!r} is not one of {sorted(DTYPES)}"
@@ -106,8 +118,8 @@ class LayerGroup:
     def __post_init__(self) -> None:
         if self.kind not in ("full", "window", "recurrent"):
             raise BadConfig(f"a layer group is full, window or recurrent, not {self.kind!r}")
-        if (self.kind == "window") != (self.window > 0):
-            raise BadConfig(f"a {self.kind} group cannot have window {self.window}")
+        if not _is_int(self.window) or self.window >= 1 << 31 or (self.kind == "window") != (self.window > 0):
+            raise BadConfig(f"a {self.kind} group cannot have window {self.window!r}")
         if not self.tensors:
             raise BadConfig(f"a {self.kind} group without tensors")
         for spec in self.tensors:

@@ -135,8 +135,10 @@ def flat(found: Listing | ResumeInfo) -> dict[str, Any]:
 
 def end(condition: Condition) -> int:
     """The exit code; what is wrong with the store is said on standard error."""
+    from .inspect import visible
+
     if condition.exit_code:
-        print(f"tieredkv: {condition}", file=sys.stderr)
+        print(f"tieredkv: {visible(str(condition))}", file=sys.stderr)
     return condition.exit_code
 
 
@@ -145,8 +147,10 @@ def run() -> None:
     try:
         app()
     except (TieredKVError, OSError) as error:
+        from .inspect import visible
+
         code = 3 if isinstance(error, NotAStore) else 2
-        print(f"tieredkv: {error}", file=sys.stderr)
+        print(f"tieredkv: {visible(str(error))}", file=sys.stderr)
         if "--json" in sys.argv[1:]:
             print(json.dumps({"error": str(error), "exit_code": code}))
         raise SystemExit(code) from None

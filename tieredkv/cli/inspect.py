@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..audit.report import FsckReport, StoreStat
 from ..units import format_nbytes
@@ -14,8 +15,18 @@ from ..units import format_nbytes
 _MAX_SHOWN = 20
 
 
+def visible(text: str) -> str:
+    """Names and paths as a terminal may have them: what would steer it is shown as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def plain(text: str) -> str:
+    """`visible`, for rich: no markup in it counts."""
+    return escape(visible(text))
+
+
 def print_stat(console: Console, stat: StoreStat) -> None:
-    console.print(f"[bold]{stat.path}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{plain(stat.path)}[/]", highlight=False, soft_wrap=True)
     facts = _grid()
     facts.add_row("blocks", f"{stat.num_blocks:,}")
     for tier, num_parts in stat.parts_by_tier.items():
@@ -31,7 +42,7 @@ def print_stat(console: Console, stat: StoreStat) -> None:
     facts.add_row("last recovery", f"began opening {stat.last_open_number} of this store")
     facts.add_row("the next", f"from LSN {stat.checkpoint_lsn}, {stat.num_to_replay:,} records to replay")
     for line in stat.damage:
-        facts.add_row("[red]damage[/]", line)
+        facts.add_row("[red]damage[/]", plain(line))
     console.print(facts)
     if stat.namespaces:
         console.print(_namespaces(stat))
@@ -40,14 +51,14 @@ def print_stat(console: Console, stat: StoreStat) -> None:
 
 
 def print_fsck(console: Console, report: FsckReport) -> None:
-    console.print(f"[bold]{report.path}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{plain(report.path)}[/]", highlight=False, soft_wrap=True)
     facts = _grid()
     facts.add_row("verified", f"{report.num_parts:,} parts, {format_nbytes(report.nbytes)}")
     for verdict, count in sorted(report.counts.items()):
         facts.add_row(verdict, f"{count:,} parts")
     facts.add_row("log ends", report.log_end)
     for line in report.damage:
-        facts.add_row("[red]damage[/]", line)
+        facts.add_row("[red]damage[/]", plain(line))
     for part in report.bad[:_MAX_SHOWN]:
         facts.add_row(
             part.verdict, f"block {part.digest[:16]} group {part.group}, slot {part.slot}, LSN {part.lsn}"
@@ -79,14 +90,15 @@ def _namespaces(stat: StoreStat) -> Table:
     for space in stat.namespaces:
         name = f"{space.number} {space.digest[:16]}"
         counts = f"{space.num_blocks:,}", f"{space.num_parts:,}", format_nbytes(space.nbytes)
-        table.add_row(name, ", ".join(space.groups), *counts)
+        table.add_row(name, plain(", ".join(space.groups)), *counts)
     return table
 
 
 def _sessions(stat: StoreStat) -> Table:
-    table = Table("session", "namespace", "tokens", "messages", "anchors", "pinned")
+    name = Column("session", overflow="fold")
+    table = Table(name, "namespace", "tokens", "messages", "anchors", "pinned")
     for session in stat.sessions:
         anchors = ", ".join(f"{anchor:,}" for anchor in session.anchors)
         counts = f"{session.num_tokens:,}", f"{session.num_turns}", anchors, "yes" if session.pinned else ""
-        table.add_row(session.name, str(session.namespace), *counts)
+        table.add_row(plain(session.name), str(session.namespace), *counts)
     return table

@@ -29,8 +29,8 @@ class Divergence:
 
     token: int
     message: int | None
-    held: str
-    given: str
+    held: str = field(repr=False)
+    given: str = field(repr=False)
     cause: str
 
     def __str__(self) -> str:

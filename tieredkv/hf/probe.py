@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class StateFacts:
     window: int
     shape: tuple[int, ...]
     dtype: str
-    held: State
+    held: State = field(repr=False)
 
     def spec(self, layer: int) -> TensorSpec:
         return TensorSpec(layer, self.name, self.shape, self.dtype)

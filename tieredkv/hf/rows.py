@@ -8,7 +8,7 @@ goes on from there. What it generates stays outside the sessions' caches: the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,9 @@ class Generated:
         sequences: int64 `[rows, m]`: every sequence that was returned, prompt included, ends padded.
     """
 
-    ids: Tokens
-    text: str
-    sequences: torch.Tensor
+    ids: Tokens = field(repr=False)
+    text: str = field(repr=False)
+    sequences: torch.Tensor = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Asked:
         keep: commits the prompt with its answer; returns the answer's text.
     """
 
-    tokens: Tokens
+    tokens: Tokens = field(repr=False)
     cache: CapturingCache
     keep: Callable[[Tokens], str]
 

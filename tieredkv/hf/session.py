@@ -23,6 +23,7 @@ from ..block.hashing import common_prefix
 from ..errors import BadInput, SessionError
 from ..sessions import Session
 from ..table.catalog import Turn
+from ..units import is_whole
 from . import anchors
 from .arguments import (
     check_arguments,
@@ -280,6 +281,9 @@ class ChatSession:
         self._check_ready({})
         if sum(given is not None for given in (turns, num_tokens, num_messages)) != 1:
             raise BadInput("rollback takes one of turns, num_tokens and num_messages")
+        for given in (turns, num_tokens, num_messages):
+            if given is not None and not is_whole(given):
+                raise BadInput(f"rollback to {given!r}: give a whole number")
         end = int(num_tokens or 0)
         if turns is not None:
             end = self._end_before(turns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ _MARK = "tieredkv-answer-5b1e0c"
 class Prompt:
     """The ids of a chat up to where the next answer begins, and where each of its messages ends."""
 
-    ids: Tokens
+    ids: Tokens = field(repr=False)
     ends: tuple[int, ...]
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ class SlotHeader:
     group: int
     depth: int
     flags: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = field(repr=False)
     payload_nbytes: int
     checksum: int
     put_seq: int

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,13 +16,14 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from tieredkv.audit.crash import CrashReport
 from tieredkv.audit.history import Difference, Life, Moment, PartAt
 from tieredkv.audit.repair import Truncated
 from tieredkv.audit.rescue import Rescued
 from tieredkv.audit.timeline import Timeline
+from tieredkv.cli.inspect import plain, visible
 from tieredkv.units import format_nbytes
 
 _MAX_SHOWN = 20
@@ -76,7 +76,7 @@ def verdict(console: Console, exit_code: int) -> None:
 
 
 def show_timeline(console: Console, found: Timeline) -> None:
-    console.print(f"[bold]{found.path}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{plain(found.path)}[/]", highlight=False, soft_wrap=True)
     console.print(_segments(found))
     console.print(_checkpoints(found))
     facts = _grid()
@@ -96,11 +96,11 @@ def show_timeline(console: Console, found: Timeline) -> None:
         f"the checkpoint at LSN {rebuilt.checkpoint_lsn} and {rebuilt.num_replayed:,} records{salvaged}",
     )
     for loss in found.lost:
-        facts.add_row("[yellow]lost[/]", f"{loss.what}{_detail(loss)}: {loss.why}")
+        facts.add_row("[yellow]lost[/]", f"{loss.what}{_detail(loss)}: {plain(loss.why)}")
     if not found.lost:
         facts.add_row("lost", "nothing")
     for line in found.damage:
-        facts.add_row("[red]damage[/]", line)
+        facts.add_row("[red]damage[/]", plain(line))
     console.print(facts)
     verdict(console, found.exit_code)
 
@@ -127,7 +127,7 @@ def _segments(found: Timeline) -> Table:
             end += f" at byte {line.end_offset}, {line.rest_nbytes:,} bytes"
         colour = _COLOURS.get(line.end, "red")
         name = f"{line.number}" + ("" if line.standing == "counts" else f" ({line.standing})")
-        trouble = f" {line.trouble}" if line.trouble else ""
+        trouble = f" {plain(line.trouble)}" if line.trouble else ""
         table.add_row(
             name, f"{line.open_number}", lsns, f"{line.durable_lsn}", f"{line.num_frames:,}", _kinds(line.records),
             f"LSN {line.checkpoint_lsn}", f"[{colour}]{end}[/]{trouble}",
@@ -143,7 +143,7 @@ def _checkpoints(found: Timeline) -> Table:
             f" {line.num_namespaces:,} namespaces"
         )
         what = holds if line.lsn else "the empty table"
-        state = "in use" if line.in_use else "whole" if line.whole else f"[red]{line.trouble}[/]"
+        state = "in use" if line.in_use else "whole" if line.whole else f"[red]{plain(line.trouble)}[/]"
         named = ", ".join(f"segment {number}" for number in line.named_by)
         table.add_row(
             f"LSN {line.lsn}", format_nbytes(line.nbytes), what if line.whole else "nothing", named, state
@@ -177,12 +177,13 @@ def show_moment(console: Console, moment: Moment, parts: list[PartAt], tiers: An
         facts.add_row("by the trace", f"{counts}; {tiers.note}" if tiers.note else counts)
     console.print(facts)
     if moment.sessions():
-        table = Table("session", "namespace", "tokens", "turns", "anchors", "pinned")
+        name = Column("session", overflow="fold")
+        table = Table(name, "namespace", "tokens", "turns", "anchors", "pinned")
         for session in moment.sessions():
             anchors = ", ".join(map(str, session.anchors))
             table.add_row(
-                session.name, f"{session.namespace}", f"{session.num_tokens:,}", f"{session.num_turns}", anchors,
-                "yes" if session.pinned else "",
+                plain(session.name), f"{session.namespace}", f"{session.num_tokens:,}", f"{session.num_turns}",
+                anchors, "yes" if session.pinned else "",
             )  # fmt: skip
         console.print(table)
     console.print(_parts("part", parts))
@@ -207,12 +208,12 @@ def show_difference(console: Console, found: Difference) -> None:
             console.print(_parts(f"{title} ({len(parts):,})", parts))
     facts = _grid()
     for session in found.sessions_added:
-        facts.add_row("session added", f"{session.name}: {session.num_tokens:,} tokens")
+        facts.add_row("session added", f"{plain(session.name)}: {session.num_tokens:,} tokens")
     for session in found.sessions_gone:
-        facts.add_row("session gone", f"{session.name}: {session.num_tokens:,} tokens")
+        facts.add_row("session gone", f"{plain(session.name)}: {session.num_tokens:,} tokens")
     for before, after in found.sessions_changed:
         facts.add_row(
-            "session changed", f"{after.name}: {before.num_tokens:,} to {after.num_tokens:,} tokens"
+            "session changed", f"{plain(after.name)}: {before.num_tokens:,} to {after.num_tokens:,} tokens"
         )
     before_nbytes, after_nbytes = found.parts_nbytes
     facts.add_row("parts", f"{format_nbytes(before_nbytes)} to {format_nbytes(after_nbytes)}")
@@ -220,7 +221,7 @@ def show_difference(console: Console, found: Difference) -> None:
 
 
 def show_life(console: Console, life: Life, moves: list[dict[str, Any]]) -> None:
-    console.print(f"[bold]{escape(life.subject)}[/]", highlight=False)
+    console.print(f"[bold]{plain(life.subject)}[/]", highlight=False)
     console.print(
         f"known record by record from LSN {life.known_from_lsn} to {life.last_lsn}", highlight=False
     )
@@ -228,14 +229,14 @@ def show_life(console: Console, life: Life, moves: list[dict[str, Any]]) -> None
         console.print(f"damage took LSN {first} to {last}", style="red", highlight=False)
     table = Table("LSN", "segment", "record", "what")
     if life.before:
-        table.add_row("", "", "before", life.before)
+        table.add_row("", "", "before", plain(life.before))
     for event in life.events:
         rest = {
             k: v for k, v in event.items() if k not in ("lsn", "segment", "kind", "digest", "counts", "name")
         }
         what = ", ".join(f"{name} {_short(value)}" for name, value in rest.items())
         behind = "" if event["counts"] else "[red]behind the end of the log: does not count[/] "
-        table.add_row(f"{event['lsn']}", f"{event['segment']}", event["kind"], behind + what)
+        table.add_row(f"{event['lsn']}", f"{event['segment']}", event["kind"], behind + plain(what))
     for move in moves[-_MAX_SHOWN:]:
         table.add_row(
             f"~{move['lsn']}", "trace", move["event"], f"tier {move['tier']}, group {move['group']}"
@@ -244,7 +245,7 @@ def show_life(console: Console, life: Life, moves: list[dict[str, Any]]) -> None
         what = ", ".join(
             f"{name} {_short(value)}" for name, value in part.items() if name not in ("digest", "name")
         )
-        table.add_row("", "", "now", what)
+        table.add_row("", "", "now", plain(what))
     if not life.now:
         table.add_row("", "", "now", "not there")
     console.print(table)
@@ -282,23 +283,23 @@ def show_crashes(console: Console, report: CrashReport) -> None:
         table.add_row("...", f"{len(report.survivors) - len(shown):,} more outcomes between")
     console.print(table)
     for line in report.violations[:_MAX_SHOWN]:
-        console.print(line, style="red", markup=False, highlight=False)
+        console.print(visible(line), style="red", markup=False, highlight=False)
     held = "every invariant held" if not report.violations else f"{len(report.violations):,} did not hold"
     console.print(held, style="red" if report.violations else "green")
 
 
 def show_rescued(console: Console, found: Rescued) -> None:
     facts = _grid()
-    facts.add_row("from", found.path)
-    facts.add_row("to", found.out)
+    facts.add_row("from", plain(found.path))
+    facts.add_row("to", plain(found.out))
     facts.add_row(
         "parts", f"{found.num_parts:,} of {found.num_blocks:,} blocks, {format_nbytes(found.nbytes)}"
     )
     facts.add_row("sessions", f"{found.num_sessions:,}")
     for name, count in found.not_rescued.items():
-        facts.add_row(f"[red]left behind, {name}[/]", f"{count:,} parts")
+        facts.add_row(f"[red]left behind, {plain(name)}[/]", f"{count:,} parts")
     for line in found.damage:
-        facts.add_row("[red]damage[/]", line)
+        facts.add_row("[red]damage[/]", plain(line))
     console.print(facts)
 
 
@@ -308,7 +309,7 @@ def show_truncated(console: Console, found: Truncated) -> None:
         return
     console.print(
         f"cut {found.cut_nbytes:,} bytes off segment {found.segment} at byte {found.offset};"
-        f" as it was: {found.kept_copy}", highlight=False, soft_wrap=True,
+        f" as it was: {found.kept_copy}", markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
 
 
@@ -319,7 +320,7 @@ def show_event(console: Console, event: dict[str, Any]) -> None:
     title = (
         f"{event['lsn']:>10} {event['kind']}" if event["event"] == "record" else f"{'':>10} {event['event']}"
     )
-    console.print(f"{title} {what}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{title} {visible(what)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _grid() -> Table:
