@@ -885,3 +885,28 @@ def test_memory_that_cannot_be_pinned_is_counted(
         kv._memory("host", 1 << 20, 4096, None).close()
         assert kv.stats().counters["memory_not_pinned"] == 1
     assert "host memory are slower: no pages left" in caplog.text
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("a fault of our own")])
+def test_parts_that_cannot_be_gathered_are_given_up_and_spilled_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The worker ended with them moving: nobody could evict or purge them, and who waited waited for ever."""
+    shown = list[type]()
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_type))
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+
+        def failing(*_args: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kv._spiller, "_gather", failing)
+            assert not store(space, prompt(0)).wait(60)
+        assert comes_true(lambda: not kv._table.moving.any())
+        assert kv.stats().counters["disk_write_errors"] >= 1
+        assert set(shown) == ({ValueError} if isinstance(error, ValueError) else set())
+        kv.check()
+        assert comes_true(lambda: not kv._spiller.is_off)
+        assert kv.flush(60).ok
+        assert settled(kv, prompt(0))

@@ -541,6 +541,9 @@ class Spiller:
         self.on_moved()
 
     def _failed(self, error: Exception) -> None:
+        if not isinstance(error, (OSError, MemoryError)):  # a fault of our own is shown as one
+            where = threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, where)))
         self._counters.add("disk_write_errors")
         if self.trouble is None:
             self.troubled_at = time.monotonic()
