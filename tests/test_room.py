@@ -260,3 +260,39 @@ def test_no_tail_has_room_before_its_head_was_given_up(
         assert on_disk.sum() >= 200 and on_disk[: int(on_disk.sum())].all(), np.flatnonzero(on_disk)
         with kv._lock:
             disk.free(stride, taken)
+
+
+def test_a_spill_that_ends_just_after_nobody_could_leave_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All were being spilled when one was to be chosen, none was when that was asked: the store was refused."""
+    with opened(tmp_path, device_nbytes=16 * 4096, host_nbytes=0) as kv:
+        space, spill, choose = kv.namespace(IDENTITY, FULL), kv._spiller, kv._room._choose
+        assert store(space, prompt(0, 16 * SIZE + 1)).wait(60)
+        quiet(kv)
+        enders = list[threading.Thread]()
+
+        def end() -> None:
+            with kv._lock:
+                spill._in_flight.pop((-1, 0))
+                kv._lock.notify_all()
+
+        def late(*args: Any) -> Any:
+            if enders:
+                return choose(*args)
+            spill._in_flight[-1, 0] = []
+            enders.append(threading.Thread(target=end))
+            enders[0].start()
+            return room.NO_PARTS
+
+        await_spill = kv._room._await_spill
+
+        def slow(*args: Any) -> bool:
+            enders[0].join(0.5)  # it ends now, unless the lock is held
+            return await_spill(*args)
+
+        monkeypatch.setattr(kv._room, "_choose", late)
+        monkeypatch.setattr(kv._room, "_await_spill", slow)
+        stored = store(space, prompt(1, 8 * SIZE + 1))
+        enders[0].join(60)
+        assert stored.num_new == 8 and stored.num_refused == 0

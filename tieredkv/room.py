@@ -138,18 +138,22 @@ class Room:
                 leaving = self._choose_chunk(resident, stride) if scattered else NO_PARTS
                 leaving = leaving or self._choose(resident, missing * stride + soon_nbytes, incoming)
                 leaving = leaving or self._choose_chunk(resident, stride)
-            if not leaving and not self._await_spill(resident, until):
-                break
+                if not leaving:
+                    if not self._await_spill(resident, until):
+                        break
+                    continue
             freed = 0 if scattered else freed + int(resident.strides_of(leaving).sum())
             if not self._let_go(resident, leaving, until):
                 break
 
     def _await_spill(self, resident: Residency, until: float) -> bool:
-        """Wait a little for parts that are being spilled, which may leave memory then; False if there are none."""
+        """Wait a little for parts that are being spilled, which may leave memory then; False if there are none.
+
+        The lock is held since they were in the way of a choice, or their end might be missed.
+        """
         if self._spiller is None or resident.tier is Tier.DISK:
             return False
-        with self._lock:
-            return self._spiller.is_spilling and self._lock.wait(_left(until))
+        return self._spiller.is_spilling and self._lock.wait(_left(until))
 
     def _surrender(self, resident: Residency, except_stride: int) -> None:
         """Give empty chunks of other sizes back to the budget, their disk space first."""
