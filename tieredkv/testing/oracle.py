@@ -401,9 +401,8 @@ def examine(cache: TieredCache, expected: Expectation, spaces: Spaces, *, lossle
     """
     found = Findings()
     _check(cache, found, "after opening")
-    space = {tenant: spaces(cache, tenant) for tenant in dict.fromkeys(p.tenant for p in expected.prompts)}
     for prompt in expected.prompts:
-        _examine_prompt(cache, space[prompt.tenant], prompt, expected, found, lossless)
+        _examine_prompt(cache, spaces(cache, prompt.tenant), prompt, expected, found, lossless)
     if lossless:
         _examine_sessions(cache, expected, spaces, found)
     _check(cache, found, "after loading")
