@@ -104,7 +104,7 @@ class Room:
                     soon_nbytes = min(num_soon() * stride, resident.arena.budget_nbytes // 8)
                     self._make(resident, stride, missing, until, incoming, soon_nbytes, got)
                 finally:
-                    del self._incoming[tier]
+                    self._incoming.pop(tier, None)
                     self._makers[tier].release()
         except BaseException:  # an interrupt, or no memory: what was reserved goes back
             with self._lock:
