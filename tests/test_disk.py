@@ -790,12 +790,44 @@ def test_a_log_that_cannot_be_read_is_left_as_it_is(tmp_path: Path, call: str) -
             raise OSError(errno.EIO, "made to fail", path)
 
     before = contents()
-    with pytest.raises(PathUnusable, match=r"log segment \d+ cannot be read"):
+    with pytest.raises(PathUnusable, match=r"log segment .*\.wal cannot be read: made to fail"):
         open_cache(tmp_path, small(), fs=HookedFs(refuse))
     assert contents() == before
     with opened(tmp_path) as kv:
         for seed in (0, 1):
             assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))[0] == 320
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])
+def test_no_segment_is_left_out_that_could_be_opened_another_time(tmp_path: Path, code: int) -> None:
+    """One that belongs to another user, or when descriptors have run out: what it holds is not given up for that."""
+    for seed in (0, 1):
+        with opened(tmp_path / "store") as kv:
+            store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))
+            assert kv.flush(60).ok
+    assert len([*(tmp_path / "store").glob("wal/*.wal")]) >= 2
+    num_refused = 0
+    for fails_at in range(1, 100):
+        num_opened, copy = 0, shutil.copytree(tmp_path / "store", tmp_path / f"copy-{fails_at}")
+
+        def fail_once(operation: str, path: str, fails_at: int = fails_at) -> None:
+            nonlocal num_opened
+            if operation == "open" and path.endswith(".wal"):
+                num_opened += 1
+                if num_opened == fails_at:
+                    raise OSError(code, os.strerror(code), path)
+
+        try:
+            open_cache(copy, small(), fs=HookedFs(fail_once)).close()
+        except PathUnusable as error:
+            num_refused += 1
+            assert ".wal" in str(error) and os.strerror(code) in str(error)
+        with opened(copy) as kv:
+            for seed in (0, 1):
+                assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))[0] == 320, fails_at
+        if num_opened < fails_at:
+            break
+    assert num_refused >= 4, num_refused  # each segment, looked at and then read
 
 
 def test_a_checkpoint_that_cannot_be_read_and_has_no_other_before_it_stays(tmp_path: Path) -> None:

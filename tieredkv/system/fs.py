@@ -29,6 +29,9 @@ _PUNCH_HOLE_KEEP_SIZE = 0x03
 NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 """What opening a name says when something else than a file lies there."""
 
+NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What opening a file says when it may be as good as ever, and the next try or another user gets it."""
+
 _REFUSED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 

@@ -180,7 +180,8 @@ def recover(
     add what it can prove from slot headers, and returns how much that was.
 
     Raises:
-        PathUnusable, NewerFormat, NotAStore: as `survey`; or no segment of the log can be read.
+        PathUnusable, NewerFormat, NotAStore: as `survey`; or no segment of the log can be read, or one cannot
+            be opened now and may be another time, as without the right to.
         DamagedStore: damage, and `strict`. Nothing on disk was changed by any of these.
     """
     clock = clock or SystemClock()
@@ -228,10 +229,14 @@ def recover(
 
 
 def _refuse_unread(found: Survey, store_dir: str) -> None:
-    """A log that the system does not give says nothing of what is in it: the store is not begun anew for that."""
-    if found.unread and not found.headers:
-        segment = found.unread[-1]
-        raise PathUnusable(f"{store_dir}: log segment {segment.number} {segment.trouble}")
+    """A log that the system does not give says nothing of what is in it: the store is not begun anew for that.
+
+    Nor is it opened without a segment that another try or another user would get, and lose what that one holds.
+    """
+    for segment in found.unread:
+        if segment.may_come or not found.headers:
+            path = f"{store_dir}/{WAL}/{segment_name(segment.number)}"
+            raise PathUnusable(f"log segment {path} {segment.trouble}; nothing was changed")
 
 
 def restore(

@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptFormat, NewerFormat
-from ..system import NO_FILE, File, Fs
+from ..errors import CorruptFormat, NewerFormat, PathUnusable
+from ..system import NO_FILE, NOT_NOW, File, Fs
 from ..units import PAGE_NBYTES, MiB
 from .format import (
     BEFORE_THE_LOG,
@@ -66,7 +66,7 @@ class Head(str, Enum):
 class SegmentInfo:
     """One file of the log. `header` is there when `head` is GOOD; otherwise `trouble` says what was met.
 
-    `is_unread`: the system would not give it, so it may be as good as ever.
+    `is_unread`: the system would not give it, so it may be as good as ever; `may_come`: it might another time.
     """
 
     number: int
@@ -75,6 +75,7 @@ class SegmentInfo:
     header: SegmentHeader | None = None
     trouble: str = ""
     is_unread: bool = False
+    may_come: bool = False
 
 
 class End(str, Enum):
@@ -119,8 +120,9 @@ def _scan(fs: Fs, wal_dir: str, number: int) -> SegmentInfo:
     except OSError as error:
         trouble = f"cannot be read: {error.strerror}"
         return SegmentInfo(
-            number, nbytes, Head.DAMAGED, trouble=trouble, is_unread=error.errno not in NO_FILE
-        )
+            number, nbytes, Head.DAMAGED, trouble=trouble,
+            is_unread=error.errno not in NO_FILE, may_come=error.errno in NOT_NOW,
+        )  # fmt: skip
 
 
 def _read_head(file: File, number: int) -> tuple[Head, SegmentHeader | None, str]:
@@ -238,6 +240,8 @@ class SegmentReader:
 
 class LogRead:
     """One pass over the log behind `after_lsn`: iterate `runs` to its end, then ask how the log ended.
+
+    The pass raises PathUnusable where a segment cannot be opened now, and may be another time.
 
     Attributes, final once `runs` is exhausted:
         position: the last place that counts; the next segment's header links to it.
@@ -362,6 +366,8 @@ class LogRead:
             try:
                 reader = SegmentReader(self._fs, self._dir, header)
             except OSError as error:
+                if error.errno in NOT_NOW:
+                    raise PathUnusable(f"{error.filename or self._dir}: {error.strerror}") from error
                 self.damage.append(f"segment {header.number} cannot be read: {error.strerror}")
                 return self._conclude(LogEnd(End.CORRUPT, header.number, 0, header.segment_nbytes))
             with contextlib.closing(reader):
