@@ -854,6 +854,29 @@ def test_a_checkpoint_that_cannot_be_read_and_has_no_other_before_it_stays(tmp_p
         assert kv.recovery.damage
 
 
+@pytest.mark.parametrize("suffix", ["", ".tmp"])
+def test_directories_in_the_place_of_checkpoints_are_put_aside(tmp_path: Path, suffix: str) -> None:
+    """Nobody can write a checkpoint over one; it is not ours, so it stays with all that is in it."""
+    for seed in (0, 1):
+        with opened(tmp_path) as kv:
+            store(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))
+            assert kv.flush(60).ok and kv.checkpoint()
+    tables = sorted(tmp_path.glob("table-*.lmdb"))
+    for path in tables:
+        path.unlink()
+        folder = path.with_name(path.name + suffix)
+        folder.mkdir()
+        (folder / "of_somebody").write_text("here")
+    for _ in range(2):
+        with opened(tmp_path) as kv:
+            for seed in (0, 1):
+                assert load_checked(kv.namespace(IDENTITY, LAYOUTS["full"]), prompt(seed))[0] == 320
+            assert kv.checkpoint()
+    aside = sorted(tmp_path.glob("table-*.broken"))
+    assert [path.name for path in aside] == [f"{path.name}{suffix}.broken" for path in tables]
+    assert all((path / "of_somebody").read_text() == "here" for path in aside)
+
+
 def test_a_purge_blanks_what_cannot_be_punched(tmp_path: Path) -> None:
     """Also a chunk that had gone back to the budget before, and that the system would not take then."""
     fs = HookedFs(Fault(errno.EIO, {"punch"}))

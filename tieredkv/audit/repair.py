@@ -15,7 +15,7 @@ from ..errors import BadInput
 from ..outcomes import Counters
 from ..system import Fs, OsFs
 from ..table.journal import Journal
-from ..table.recovery import WAL, claim, free_name, recover
+from ..table.recovery import BROKEN, WAL, claim, free_name, recover
 from ..table.salvage import salvage
 from ..table.state import State
 from ..tier.base import PartStore
@@ -119,7 +119,7 @@ def truncate(path: str | os.PathLike[str], fs: Fs | None = None) -> Truncated:
 def _cut(fs: Fs, path: str, end: LogEnd) -> Truncated:
     wal_dir = f"{path}/{WAL}"
     name = segment_name(end.number)
-    broken = free_name(fs, f"{wal_dir}/{name}.broken")
+    broken = free_name(fs, f"{wal_dir}/{name}{BROKEN}")
     if end.offset == 0:  # a segment whose header was never completed: nothing of it counts
         fs.rename(f"{wal_dir}/{name}", broken)
     else:

@@ -34,6 +34,9 @@ from .checkpoint import (
 
 LOCK, WAL, SLABS, TRACE = "LOCK", "wal", "slabs", "trace"
 _OURS = {LOCK, f"{LOCK}.tmp", WAL, SLABS, TRACE, SPEEDS, f"{SPEEDS}.tmp"}
+BROKEN = ".broken"
+"""Behind the name of what was put aside, and a number where that is taken."""
+
 _ANYWHERE = {"lost+found"}  # at the root of a file system made for the store
 
 
@@ -180,8 +183,7 @@ def recover(
     add what it can prove from slot headers, and returns how much that was.
 
     Raises:
-        PathUnusable, NewerFormat, NotAStore: as `survey`; or no segment of the log can be read, or one cannot
-            be opened now and may be another time, as without the right to.
+        PathUnusable, NewerFormat, NotAStore: as `survey`; or no segment can be read, or one only another time.
         DamagedStore: damage, and `strict`. Nothing on disk was changed by any of these.
     """
     clock = clock or SystemClock()
@@ -268,15 +270,16 @@ def restore(
 
 
 def _tidy(fs: Fs, store_dir: str, found: Survey) -> list[str]:
-    """Put aside what lies in the place of a directory of ours, and unlink what no header names.
+    """Put aside what lies in the place of a directory or a checkpoint of ours, and unlink what no header names.
 
     Returns what could not be done.
     """
     wal_dir = f"{store_dir}/{WAL}"
     try:
-        for path in (wal_dir, f"{store_dir}/{SLABS}"):
-            if fs.exists(path) and not fs.is_dir(path):
-                fs.rename(path, free_name(fs, f"{path}.broken"))
+        for name in found.names:
+            path = f"{store_dir}/{name}"
+            if fs.is_dir(path) if _is_checkpoint(name) else name in (WAL, SLABS) and not fs.is_dir(path):
+                fs.rename(path, free_name(fs, f"{path}{BROKEN}"))
         fs.make_dir(wal_dir)
         for name in fs.list_names(wal_dir):
             if name.endswith(UNFINISHED) and not fs.is_dir(f"{wal_dir}/{name}"):
@@ -333,9 +336,9 @@ def free_name(fs: Fs, path: str) -> str:
 def unlink_broken(fs: Fs, store_dir: str) -> None:
     """Remove the copies of damaged log files that recovery and `truncate` leave aside; durable on return."""
     places = (
-        (store_dir, f"{WAL}.broken"),
-        (store_dir, f"{SLABS}.broken"),
-        (f"{store_dir}/{WAL}", ".wal.broken"),
+        (store_dir, f"{WAL}{BROKEN}"),
+        (store_dir, f"{SLABS}{BROKEN}"),
+        (f"{store_dir}/{WAL}", f".wal{BROKEN}"),
     )
     for folder, mark in places:
         names = [n for n in fs.list_names(folder) if mark in n and not fs.is_dir(f"{folder}/{n}")]
@@ -346,12 +349,15 @@ def unlink_broken(fs: Fs, store_dir: str) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    is_checkpoint_name = parse_checkpoint_name(name) is not None or is_temporary_name(name)
-    return (
-        name in _OURS | _ANYWHERE
-        or is_checkpoint_name
-        or name.startswith((f"{WAL}.broken", f"{SLABS}.broken"))
-    )
+    put_aside, is_aside, _ = name.partition(BROKEN)
+    if is_aside:
+        return put_aside in (WAL, SLABS) or _is_checkpoint(put_aside)
+    return name in _OURS | _ANYWHERE or _is_checkpoint(name)
+
+
+def _is_checkpoint(name: str) -> bool:
+    """By its name, finished or not."""
+    return parse_checkpoint_name(name) is not None or is_temporary_name(name)
 
 
 def _payload_names(fs: Fs, store_dir: str) -> list[str]:
