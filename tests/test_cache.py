@@ -255,6 +255,22 @@ def test_bad_tensors_are_refused_and_change_nothing(tmp_path: Path) -> None:
         kv.check()
 
 
+def test_a_namespace_is_of_an_identity_and_a_layout(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        for identity, layout in ((None, MIXED), (IDENTITY, None), (MIXED, IDENTITY)):
+            with pytest.raises(BadInput, match="Identity and a BlockLayout"):
+                kv.namespace(identity, layout)  # type: ignore[arg-type]
+
+
+def test_a_wait_of_any_length_is_a_wait(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for seed, timeout_s in enumerate((None, float("inf"), 1e12)):
+            stored = store(space, prompt(seed))
+            assert stored.wait(timeout_s)
+            assert kv.flush(timeout_s).ok
+
+
 def test_a_layer_with_a_tensor_too_few_is_bad_input(tmp_path: Path) -> None:
     tokens = prompt(3)
     with opened(tmp_path) as kv:

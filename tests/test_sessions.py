@@ -125,6 +125,9 @@ def test_bad_commits_change_nothing(tmp_path: Path) -> None:
             lambda: session.commit(prompt(0), [], anchors=[16.0]),  # type: ignore[list-item]
             lambda: session.expire(0),
             lambda: session.expire(float("nan")),
+            lambda: session.expire("3"),  # type: ignore[arg-type]
+            lambda: session.commit(prompt(0), None),  # type: ignore[arg-type]
+            lambda: session.commit(prompt(0), ["user"]),  # type: ignore[list-item]
             lambda: kv.session(42, space),  # type: ignore[arg-type]
             lambda: kv.session("\ud800", space),
         ):

@@ -35,7 +35,7 @@ from .room import Room
 from .session_file import read_session
 from .sessions import Session, Sessions
 from .spiller import Cause, Spiller
-from .system import Clock, Fs, OsFs, SystemClock
+from .system import Clock, Fs, OsFs, SystemClock, path_of
 from .table.catalog import NamespaceRow, SessionRow
 from .table.journal import Ticket
 from .table.key_index import Rows
@@ -73,7 +73,7 @@ def open_cache(
             on disk was changed. `on_unusable="memory"` runs without the disk tier instead.
         BadConfig: a budget or device that cannot work.
     """
-    where = os.path.abspath(os.path.expanduser(os.fspath(path)))  # the process may change its directory
+    where = os.path.abspath(path_of(path))  # the process may change its directory
     return TieredCache(where, Config() if config is None else config, fs or OsFs(), clock or SystemClock())
 
 
@@ -204,10 +204,14 @@ class TieredCache:
         """The blocks of one identity, made if they are new.
 
         Raises:
+            BadInput: no `Identity`, or no `BlockLayout`.
             BadConfig: a tier's budget is smaller than one block.
             SessionError: the log has not taken it, or a purge of it, in time.
         """
         self.check_open()
+        if not (isinstance(identity, Identity) and isinstance(layout, BlockLayout)):
+            kinds = f"{type(identity).__name__} and {type(layout).__name__}"
+            raise BadInput(f"a namespace is of an Identity and a BlockLayout, not of {kinds}")
         digest = identity.digest(layout)
         with self._making:
             self._await_purge(digest)

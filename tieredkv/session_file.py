@@ -30,7 +30,7 @@ from .namespace import Namespace
 from .outcomes import Reason, Stored
 from .prefix import Prefix
 from .span import Span
-from .system import File, Fs, OsFs
+from .system import File, Fs, OsFs, path_of
 from .table.catalog import SessionRow, Turn
 from .tier.copier import copy_alone
 
@@ -52,7 +52,7 @@ def write_session(
     Raises:
         OSError: nothing is left of it; a file that had the name before stays.
     """
-    fs, path = fs or OsFs(), os.path.abspath(os.path.expanduser(os.fspath(path)))
+    fs, path = fs or OsFs(), os.path.abspath(path_of(path))
     folder = os.path.dirname(path)
     temporary = os.path.join(folder, f".tieredkv-{secrets.token_hex(8)}.tmp")
     with space.load(np.append(row.tokens, np.int32(0)), _LOAD_S) as prefix:
@@ -142,7 +142,7 @@ def read_session(path: str | os.PathLike[str], space: Namespace, fs: Fs | None =
         BadInput: no such file, none of ours, of a later version, cut, damaged, or of another identity: the field
             that differs is named.
     """
-    fs, path = fs or OsFs(), os.path.expanduser(os.fspath(path))
+    fs, path = fs or OsFs(), path_of(path)
     try:
         with contextlib.closing(fs.open_file(path)) as file:
             values, at = _read_manifest(path, file)

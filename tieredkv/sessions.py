@@ -168,8 +168,8 @@ class Session:
 
     def expire(self, days: float | None) -> None:
         """Stop matching this session `days` from now, on the store's own clock; None: when the store says so."""
-        if days is not None and not days > 0:
-            raise BadInput(f"a session expires after more than zero days, not {days}")
+        if days is not None and not (isinstance(days, int | float) and days > 0):
+            raise BadInput(f"a session expires after more than zero days, not {days!r}")
         self._change(expires_at=self._owner.clock_s() + days * _DAY_S if days is not None else 0.0)
         self._owner.note_time()
 
@@ -218,7 +218,11 @@ class Session:
 def _check_turns(turns: Sequence[Turn], num_tokens: int) -> None:
     """Raises BadInput: one without a role, or whose end does not lie between the end before it and the tokens'."""
     last = 0
+    if isinstance(turns, str) or not isinstance(turns, Sequence):
+        raise BadInput(f"turns are a sequence of Turn, not a {type(turns).__name__}")
     for turn in turns:
+        if not isinstance(turn, Turn):
+            raise BadInput(f"a turn is a Turn, not a {type(turn).__name__}")
         if not isinstance(turn.role, str):
             raise BadInput(f"a turn's role is a text, not {turn.role!r}")
         if not is_whole(turn.end) or not last <= turn.end <= num_tokens:

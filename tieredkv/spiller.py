@@ -71,7 +71,8 @@ class Spilling:
         self._lock = threading.Lock()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self._done.wait(timeout_s) and not self._failed
+        at_most = None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
+        return self._done.wait(at_most) and not self._failed
 
     def began(self, count: int = 1) -> None:
         with self._lock:

@@ -102,8 +102,12 @@ def test_tokens_of_any_kind_give_one_chain() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [[1.0], [[1, 2]], [-1], [2**31], np.array([-5], dtype=np.int32), ["a"], 3, np.array([True])]
-)
+    "bad",
+    [
+        [1.0], [[1, 2]], [-1], [2**31], np.array([-5], dtype=np.int32), ["a"], 3, np.array([True]), [[1, 2], [3]],
+        torch.zeros(4, dtype=torch.int64, device="meta"), torch.zeros(4, dtype=torch.int64).to_sparse(),
+    ],
+)  # fmt: skip
 def test_bad_tokens_are_refused(bad: object) -> None:
     with pytest.raises(BadInput):
         as_tokens(bad)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tieredkv.system import OsFs
+from tieredkv.errors import PathUnusable
+from tieredkv.system import OsFs, path_of
 from tieredkv.system import fs as fs_module
 from tieredkv.system.fs import OsFile
 
@@ -31,6 +32,16 @@ def umask(request: pytest.FixtureRequest):
     old = os.umask(request.param)
     yield request.param
     os.umask(old)
+
+
+def test_a_path_of_any_kind_is_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of-one")
+    for given in ("~/store", b"~/store", Path("~/store")):
+        assert path_of(given) == "/home/of-one/store"
+    assert os.fsencode(path_of(b"no \xff text")) == b"no \xff text"
+    for given in ("a\0b", b"a\0b"):
+        with pytest.raises(PathUnusable, match="null byte"):
+            path_of(given)
 
 
 def test_directories_and_files_are_private_whatever_the_umask(root: str, umask: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import CorruptFormat
-from ..system import Fs, OsFs
+from ..system import Fs, OsFs, path_of
 from ..table.recovery import WAL
 from ..wal.format import LogPosition, SegmentHeader
 from ..wal.reader import SegmentReader, refuse_newer, scan_segments
@@ -36,7 +36,7 @@ class Follower:
             NotAStore, NewerFormat, PathUnusable: as `audit.read`.
         """
         self._fs = fs or OsFs()
-        self.path = os.path.expanduser(os.fspath(path))
+        self.path = path_of(path)
         self._dir = f"{self.path}/{WAL}"
         survey_store(self._fs, self.path)
         self._reader: SegmentReader | None = None

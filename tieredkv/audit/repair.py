@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import BadInput
 from ..outcomes import Counters
-from ..system import Fs, OsFs
+from ..system import Fs, OsFs, path_of
 from ..table.journal import Journal
 from ..table.recovery import BROKEN, WAL, claim, free_name, recover
 from ..table.salvage import salvage
@@ -37,7 +37,7 @@ def repair(path: str | os.PathLike[str], bad: Sequence[BadPart], fs: Fs | None =
         StoreUnusable: somebody has it open, or it cannot be written.
         OSError: the log or the checkpoint could not be written; what was there is as it was.
     """
-    fs, path = fs or OsFs(), os.path.expanduser(os.fspath(path))
+    fs, path = fs or OsFs(), path_of(path)
     lock_file = claim(fs, path)
     try:
         state = State()

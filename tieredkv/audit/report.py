@@ -17,7 +17,7 @@ import torch
 
 from ..errors import NotAStore
 from ..outcomes import Tier
-from ..system import Fs, OsFs
+from ..system import Fs, OsFs, path_of
 from ..table.key_index import Rows
 from ..table.recovery import SLABS, WAL, Survey, restore, survey
 from ..table.salvage import salvage
@@ -154,7 +154,7 @@ def read(path: str | os.PathLike[str], fs: Fs | None = None) -> Reading:
         NewerFormat, PathUnusable: as `open`.
     """
     fs = fs or OsFs()
-    path = os.path.expanduser(os.fspath(path))
+    path = path_of(path)
     found = survey_store(fs, path)
     state, damage = State(), list[str]()
     if fs.exists(f"{path}/{SLABS}") and not fs.is_dir(f"{path}/{SLABS}"):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..errors import BadInput
 from ..outcomes import Counters, Tier
-from ..system import Fs, OsFs
+from ..system import Fs, OsFs, path_of
 from ..table.journal import Journal
 from ..table.key_index import Rows
 from ..table.recovery import SLABS, WAL, claim
@@ -69,7 +69,7 @@ def rescue(
         OSError: `out` could not be written; what is there of it is no clean store and may be removed.
     """
     fs = fs or OsFs()
-    out = os.path.expanduser(os.fspath(out))
+    out = path_of(out)
     if fs.exists(out) and (not fs.is_dir(out) or fs.list_names(out)):
         raise BadInput(f"{out} is there already: name a new directory")
     reading = read(path, fs)

@@ -35,7 +35,14 @@ def as_tokens(tokens: object) -> Tokens:
     Raises:
         BadInput: not one-dimensional, not integers, or an id outside 0 to 2**31-1.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # rows of uneven length, a tensor that is not in memory
+        raise BadInput(f"tokens must be a 1-D sequence of integers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BadInput(f"tokens must be a 1-D sequence of integers, got {array.ndim}-D {array.dtype}")
     if array.dtype == np.int32 and (not array.size or int(array.min()) >= 0):

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
+from ..errors import PathUnusable
 from ..units import PAGE_NBYTES, MiB
 from .descriptor import Descriptor
 from .lock import take
@@ -31,6 +32,19 @@ NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What opening a file says when it may be as good as ever, and the next try or another user gets it."""
+
+
+def path_of(given: str | bytes | os.PathLike[str]) -> str:
+    """The path as text, `~` expanded.
+
+    Raises:
+        PathUnusable: there is a null byte in it.
+    """
+    path = os.fsdecode(given)
+    if "\0" in path:
+        raise PathUnusable(f"{path!r} holds a null byte, and no path does")
+    return os.path.expanduser(path)
+
 
 _REFUSED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

@@ -38,7 +38,7 @@ import xxhash
 
 from ..block.hashing import DIGEST_NBYTES
 from ..outcomes import Counters, Tier
-from ..system import Clock, File, Fs, OsFs, SystemClock
+from ..system import Clock, File, Fs, OsFs, SystemClock, path_of
 from .block_table import BlockTable
 from .key_index import Rows
 from .recovery import TRACE
@@ -367,7 +367,7 @@ def unlink_traces(fs: Fs, trace_dir: str) -> None:
 def read_trace(path: str | os.PathLike[str], fs: Fs | None = None) -> Iterator[Records]:
     """The records of the store's trace, oldest first, a file at a time; what is no record is left out."""
     fs = fs or OsFs()
-    trace_dir = f"{os.path.expanduser(os.fspath(path))}/{TRACE}"
+    trace_dir = f"{path_of(path)}/{TRACE}"
     for number in list_traces(fs, trace_dir):
         with contextlib.suppress(OSError):
             records = _read_file(fs, f"{trace_dir}/{trace_name(number)}", number)
