@@ -136,7 +136,7 @@ class Session:
 
         Turns, meta, pin, priority and expiry stay as they are.
         """
-        self._check_open()
+        self.check_open()
         self.space = space
         moved = session_with(self._row, namespace=space.row.number, anchors=())
         self._row = self._owner.put(moved, like=self.name) if len(self.tokens) else moved
@@ -147,7 +147,7 @@ class Session:
         Raises:
             SessionError: a session of that name exists; or this one is closed.
         """
-        self._check_open()
+        self.check_open()
         return self._owner.open(name, self.space, like=self._row)
 
     def pin(self) -> None:
@@ -180,7 +180,7 @@ class Session:
             OSError: it could not be written; nothing is left of it, and an older file of that name stays.
             SessionError: the session is closed.
         """
-        self._check_open()
+        self.check_open()
         write_session(path, self._row, self.space)
 
     def delete(self) -> None:
@@ -192,7 +192,7 @@ class Session:
             SessionError: it is closed; blocks that go are in use, and nothing was changed; or the removal is logged,
                 but not everything could be erased before the deadline.
         """
-        self._check_open()
+        self.check_open()
         try:
             self._owner.remove([self.name])
         finally:
@@ -206,11 +206,11 @@ class Session:
             release()
 
     def _change(self, **changes: Any) -> None:
-        self._check_open()
+        self.check_open()
         self.space.check_open()
         self._row = self._owner.put(session_with(self._row, **changes), like=self.name)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._release is None:
             raise SessionError(f"session {self.name!r} is closed")
 

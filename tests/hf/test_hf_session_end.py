@@ -51,6 +51,45 @@ def test_a_delete_takes_what_was_said_before(way: str, open_kv: Callable[..., An
     assert [row.name for row in kv.sessions()] == ["other"]
 
 
+@pytest.mark.parametrize("way", ["delete", "close"])
+def test_nothing_is_asked_of_a_conversation_that_ended(
+    way: str, open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    session = ChatModel(open_kv(), llama(), tokenizer).session("s", system=SYSTEM)
+    say(session, "One?")
+    ids = session.tokens.tolist()
+    getattr(session, way)()
+    for call in (
+        lambda: session.attach(ids),
+        lambda: session.generate(ids, **GREEDY),
+        lambda: session.send("Two?"),
+        lambda: session.regenerate(),
+        lambda: session.rollback(turns=1),
+        session.prefetch,
+        lambda: session.fork("other"),
+    ):
+        with pytest.raises(SessionError, match="is closed"):
+            call()
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "12"])
+def test_an_answer_of_no_length_is_refused_before_anything_is_said(
+    bad: Any, open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    with ChatModel(open_kv(), llama(), tokenizer).session("s") as session:
+        say(session, "One?")
+        said = session.tokens.tolist()
+        for call in (
+            lambda: session.send("Two?", max_new_tokens=bad),
+            lambda: session.regenerate(max_new_tokens=bad),
+            lambda: session.generate(said, max_new_tokens=bad),
+        ):
+            with pytest.raises(BadInput, match="max_new_tokens"):
+                call()
+            assert session.tokens.tolist() == said and not session.interrupted
+        say(session, "Two?")
+
+
 def test_wishes_outlive_a_change_of_the_model(open_kv: Callable[..., Any], tokenizer: Any) -> None:
     kv, model = open_kv(), llama()
     with ChatModel(kv, model, tokenizer).session("s") as session:

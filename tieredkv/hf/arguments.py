@@ -11,6 +11,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from ..block.hashing import as_tokens
 from ..errors import BadInput
+from ..units import is_whole
 from .capture import Tokens
 
 _OURS = {
@@ -54,6 +55,9 @@ def check_arguments(given: Mapping[str, Any], model: Any) -> None:
     own = sorted(_OURS & given.keys())
     if own:
         raise BadInput(f"{', '.join(own)}: the session gives these itself; attach(ids) is for your own calls")
+    num_new = given.get("max_new_tokens")
+    if num_new is not None and not (is_whole(num_new) and num_new > 0):
+        raise BadInput(f"max_new_tokens={num_new!r}: an answer has at least one token")
     num_beams = chosen("num_beams", given, model)
     if num_beams is not None and num_beams < 1:
         raise BadInput(f"num_beams={num_beams}: 1 is no beam search, more are that many beams")

@@ -158,7 +158,7 @@ class ChatSession:
             BadInput: no text; the last message has no answer yet; or an argument that the session gives itself.
         """
         began, said = time.perf_counter(), as_messages([{"role": "user", "content": text}])
-        self._check_streams(generate_kwargs)
+        self._check_streams(max_new_tokens, generate_kwargs)
         if self.interrupted:
             raise BadInput("the last message has no answer: resume_answer() or rollback(turns=1) first")
         diverged = self._ask([*self._spoken(), *said])
@@ -167,7 +167,7 @@ class ChatSession:
     def resume_answer(self, max_new_tokens: int = 256, **generate_kwargs: Any) -> Answer:
         """Generate the answer of an interrupted turn again, from the message that waits for it."""
         began = time.perf_counter()
-        self._check_streams(generate_kwargs)
+        self._check_streams(max_new_tokens, generate_kwargs)
         if not self.interrupted:
             raise BadInput("no message waits for an answer: regenerate() makes another of the last one")
         self._spoken()
@@ -179,7 +179,7 @@ class ChatSession:
         Raises:
             BadInput: nothing was asked yet, or an argument that the session gives itself.
         """
-        self._check_streams(generate_kwargs)
+        self._check_streams(max_new_tokens, generate_kwargs)
         before = self._record.turns[:-1]
         if not self.interrupted:
             if all(turn.role == "system" for turn in before):
@@ -520,14 +520,15 @@ class ChatSession:
             raise SessionError(f"session {self.name!r} is answering: read the answer to its end or close it")
 
     def _check_ready(self, arguments: Mapping[str, Any]) -> None:
+        self._record.check_open()
         self._check_idle()
         check_arguments(arguments, self._live.model)
         self._follow_model()
 
-    def _check_streams(self, arguments: Mapping[str, Any]) -> None:
+    def _check_streams(self, max_new_tokens: int, arguments: Mapping[str, Any]) -> None:
         self._check_idle()
         check_one_sequence(arguments, self._live.model)
-        self._check_ready(arguments)
+        self._check_ready({**arguments, "max_new_tokens": max_new_tokens})
 
     def _end_answer(self) -> None:
         answer = self._answer() if self._answer is not None else None
