@@ -216,7 +216,7 @@ def _segments(
     sizes = layout.part_nbytes
     expected = sum(sizes[group] * count for group, _, count in runs)
     if expected != len(parts) or len(checksums) != sum(count for _, _, count in runs):
-        raise BadInput(f"{path}: cut off: {len(parts)} bytes of parts where {expected} belong: copy it again")
+        raise BadInput(f"{path}: {len(parts)} bytes of parts where {expected} belong: copy it again")
     segments: list[list[tuple[int, torch.Tensor]]] = [[] for _ in layout.groups]
     at, number = 0, 0
     for group, first, count in runs:

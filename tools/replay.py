@@ -117,9 +117,11 @@ def main(
         from replaying.bench import run_bench
 
         raise typer.Exit(run_bench(as_json))
-    if directory is None or len(chosen) > 1:
-        raise typer.BadParameter("give one DIR, and at most one thing to do with it")
     try:
+        if directory is None or len(chosen) > 1:
+            raise BadInput("give one DIR, and at most one thing to do with it")
+        if of_trace and export is None:
+            raise BadInput("--trace goes with --export jsonl")
         code = (chosen or [lambda path: show_timeline(out, path)])[0](str(directory))
     except (TieredKVError, OSError) as error:
         code = refuse(out, error)

@@ -89,6 +89,12 @@ def test_a_crash_at_no_number_is_refused(path: Path, where: str) -> None:
     assert code == 2 and "say every-record, every-byte or an LSN" in found["error"]
 
 
+@pytest.mark.parametrize("arguments", [["--trace"], ["--verify", "--truncate"], ["--export", "csv"]])
+def test_what_is_not_understood_is_refused(path: Path, arguments: list[str]) -> None:
+    code, found, _ = run(path, *arguments)
+    assert (code, found["exit_code"]) == (2, 2) and found["error"]
+
+
 def test_exit_codes(path: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "nowhere")[0] == 3
     other = tmp_path / "other"

@@ -125,7 +125,7 @@ def _describe_put(record: Any) -> dict[str, Any]:
     parent = record["parent"].tobytes()
     values: dict[str, Any] = {"digest": record["digest"].tobytes().hex()}
     values["parent"] = parent.hex() if any(parent) else None
-    for name in ("namespace", "depth", "group", "num_tokens", "slot", "put_seq"):
+    for name in ("namespace", "group", "num_tokens", "slot", "put_seq"):
         values[name] = int(record[name])
     values["checksum"] = f"{int(record['checksum']):016x}"
     return values

@@ -7,7 +7,7 @@
     24   group                          u1   layer group
     25   flags                          u1
     26   zero                           2
-    28   depth                          u4   blocks before this one in its chain
+    28   depth                          u4   blocks before this one in its chain; 0 where nobody counted
     32   payload_nbytes                 u8
     40   put_seq                        u8
     48   checksum                       u8   xxh3-64 of the payload

@@ -39,7 +39,7 @@ PUT_DTYPE = np.dtype(
         ("digest", "u1", (32,)),
         ("parent", "u1", (32,)),  # zeros at the root
         ("namespace", "<u4"),
-        ("depth", "<u4"),  # 0 for the first block
+        ("depth", "<u4"),  # a place for how far from the head; nobody counts it yet
         ("group", "u1"),
         ("flags", "u1"),
         ("num_tokens", "<u2"),
