@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,9 @@ from tieredkv.errors import (
     SessionError,
     StoreHeld,
 )
+from tieredkv.namespace import Namespace
+from tieredkv.outcomes import Tier
+from tieredkv.table.block_table import BlockTable
 
 pytestmark = pytest.mark.usefixtures("tmp_path")
 
@@ -260,6 +264,56 @@ def test_a_namespace_is_of_an_identity_and_a_layout(tmp_path: Path) -> None:
         for identity, layout in ((None, MIXED), (IDENTITY, None), (MIXED, IDENTITY)):
             with pytest.raises(BadInput, match="Identity and a BlockLayout"):
                 kv.namespace(identity, layout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("at", ["_remember_tokens", "_bring_up", "_hit"])
+def test_an_interrupted_call_pins_nothing_and_is_in_nobodys_way(
+    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path, deadline_s=2.0) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        if at != "_remember_tokens":
+            assert store(space, prompt(0)).wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(Namespace, at, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store(space, prompt(0)) if at == "_remember_tokens" else space.load(prompt(0))
+        assert not kv._table.pins.any() and not kv._table.uses.any()
+        kv.purge(space)
+        kv.check()
+
+
+def test_a_prefix_is_unpinned_once_also_where_closing_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        assert store(space, prompt(0)).wait(60)
+        prefix = space.load(prompt(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockTable, "free_if_empty", interrupt)  # the pins are off by then
+            with pytest.raises(KeyboardInterrupt):
+                prefix.close()
+        prefix.close()
+        assert not kv._table.pins.any()
+
+
+def test_a_load_from_below_is_one_use(tmp_path: Path) -> None:
+    """ARC (Megiddo and Modha, FAST 2003, figure 4): a miss goes to T1, and only a second use to T2."""
+    with opened(tmp_path, policy="arc") as kv:
+        space = kv.namespace(IDENTITY, LAYOUTS["full"])
+        assert store(space, prompt(0)).wait(60)
+        memory_only_disk(kv)
+        policy: Any = kv._residents[Tier.DEVICE].policy
+        for t1, t2 in ((20, 0), (0, 20)):
+            load_checked(space, prompt(0))
+            assert (len(policy._t1.sizes), len(policy._t2.sizes)) == (t1, t2)
 
 
 def test_a_wait_of_any_length_is_a_wait(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from .sessions import Session, Sessions
 from .spiller import Cause, Spiller
 from .system import Clock, Fs, OsFs, SystemClock, path_of
 from .table.catalog import NamespaceRow, SessionRow
-from .table.journal import Ticket
+from .table.journal import InDoubt, Ticket
 from .table.key_index import Rows
 from .table.state import State
 from .tier.arena import Arena
@@ -94,14 +94,6 @@ class WorkingBuffer(Protocol):
     def nbytes(self) -> int:
         """Bytes it holds now."""
         ...
-
-
-class _InDoubt(SessionError):
-    """The log did not take a record in time, and may still."""
-
-    def __init__(self, error: SessionError, ticket: Ticket) -> None:
-        super().__init__(str(error))
-        self.ticket = ticket
 
 
 class TieredCache:
@@ -257,15 +249,18 @@ class TieredCache:
                 return
             if row is not None:
                 self._state.catalog.check_room(row, self._coming_nbytes, what)
+            nbytes = row.nbytes if row is not None else 0
             ticket = self._disk.journal.submit(kind, make())
-            self._coming_nbytes += (nbytes := row.nbytes if row is not None else 0)
-        done = ticket.wait(self.deadline_s)
-        with self._lock:
-            self._coming_nbytes -= nbytes
+            self._coming_nbytes += nbytes
+        try:
+            done = ticket.wait(self.deadline_s)
+        finally:
+            with self._lock:
+                self._coming_nbytes -= nbytes
         if not done:
             why = ticket.error or f"not within {self.deadline_s} s"
             error = SessionError(f"the log did not take {what}: {why}")
-            raise error if ticket.error is not None else _InDoubt(error, ticket)
+            raise error if ticket.error is not None else InDoubt(str(error), ticket)
 
     def _make_tiers(self, layout: BlockLayout) -> None:
         """The memory tiers, at the first namespace: only then is the size of a part known."""
@@ -463,7 +458,7 @@ class TieredCache:
             in_doubt = False
             try:
                 self._remover().purge(space.row.number)
-            except _InDoubt as error:
+            except InDoubt as error:
                 self._going[space.digest], in_doubt = error.ticket, True
                 raise
             finally:

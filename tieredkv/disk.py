@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ from .plan import Parts
 from .policy import make_policy
 from .residency import Residency, Slots
 from .system import Fs, Lock
-from .table.journal import Journal
-from .table.recovery import SLABS, TRACE, WAL, Recovered, Survey, claim, recover, unlink_broken
+from .table.journal import Journal, Ticket
+from .table.recovery import SLABS, TRACE, WAL, Recovered, Survey, claim, payload_names, recover, unlink_broken
 from .table.salvage import salvage
 from .table.state import State
 from .table.trace import NO_TRACE, NoTrace, Trace, traces_nbytes, unlink_traces
@@ -74,6 +75,7 @@ class Disk:
         self._forget = forget
         self._counters = counters
         self._failed: list[FailedPlace] = []
+        self._discarding = threading.Lock()
         self.on_failed_sync: Callable[[Parts], None] = lambda _parts: None
 
     @property
@@ -113,19 +115,20 @@ class Disk:
 
     def _discard_failed(self) -> None:
         """Unlink failed slabs that nothing lives in any more; their chunks serve again."""
-        for place in list(self._failed):
-            stride, arena = place.part_nbytes + SLOT_HEADER_NBYTES, self.resident.arena
-            with self._lock:
-                if arena.num_live_in(stride, place.chunks):
+        with self._discarding:
+            for place in list(self._failed):
+                stride, arena = place.part_nbytes + SLOT_HEADER_NBYTES, self.resident.arena
+                with self._lock:
+                    if arena.num_live_in(stride, place.chunks):
+                        continue
+                try:
+                    self.store.discard(place)
+                except OSError:
+                    self._counters.add("slab_discard_errors")
                     continue
-            try:
-                self.store.discard(place)
-            except OSError:
-                self._counters.add("slab_discard_errors")
-                continue
-            with self._lock:
-                arena.reinstate(stride, place.chunks)
-            self._failed.remove(place)
+                with self._lock:
+                    arena.reinstate(stride, place.chunks)
+                    self._failed.remove(place)
 
     def _not_durable(self, part_nbytes: int, chunks: range) -> Parts:
         """Parts put into these chunks since the last good sync; the chunks take nothing new (lock held)."""
@@ -139,26 +142,51 @@ class Disk:
         lost = Parts(rows[at], groups)
         return lost[self.resident.strides_of(lost) == stride]
 
-    def erase(self, until: float) -> bool:
-        """After a removal: blank every slot that may hold old bytes, and leave no log or checkpoint of them."""
+    def erase(self, until: float, no_spills: AbstractContextManager[bool]) -> bool:
+        """After a removal: blank every slot that may hold old bytes, and leave no log or checkpoint of them.
+
+        Args:
+            no_spills: a scope in which nothing is on its way to the disk, if it says so.
+
+        Raises:
+            OSError: what cannot be written any more, or not now, may hold some.
+        """
         self._forget()
         self._discard_failed()
         if self.store.blank_drops_all:
-            if not self._drop_all(until):
-                return False
-            self.store.blank(0, [])
+            with no_spills as are_none:
+                if not (are_none and self._drop_all(until)):
+                    return False
+                self.store.blank(0, [])
         else:
             self._empty_spare()
             for part_nbytes in self.store.num_chunks():
                 self._blank_free(part_nbytes)
-        return self.sync_parts() and self.journal.forget_past(until)
+        if not (self.sync_parts() and self.journal.forget_past(until)):
+            return False
+        if self._failed:
+            raise OSError("a slab that failed to sync, and takes no writes, has blocks of others in it")
+        return True
 
     def _drop_all(self, until: float) -> bool:
         """Every part on DISK goes with the one payload file: logged first, so that no row names what is gone."""
+        while True:
+            ticket, num_moving = self._drop_still()
+            if not ticket.wait(max(0.0, until - time.monotonic())):
+                return False
+            if not num_moving:
+                return True
+            with self._lock:
+                self._lock.wait(min(0.05, max(0.001, until - time.monotonic())))
+
+    def _drop_still(self) -> tuple[Ticket, int]:
+        """Drop what is on DISK and does not move; how many blocks there move."""
         table, resident = self._state.table, self.resident
         with self._lock:
             rows = table.live_rows()
-            rows = rows[table.moving[rows] == 0]
+            rows = rows[(table.slot[Tier.DISK][:, rows] >= 0).any(axis=0)]
+            moves = table.moving[rows] > 0
+            rows = rows[~moves]
             groups, at = np.nonzero(table.slot[Tier.DISK][:, rows] >= 0)
             rows = rows[at]
             records = np.zeros(len(rows), dtype=DROP_DTYPE)
@@ -177,8 +205,7 @@ class Disk:
             def failed(_error: Exception) -> None:
                 np.subtract.at(table.moving, rows, 1)
 
-            ticket = self.journal.submit(DROP, records, applied, failed)
-        return ticket.wait(max(0.0, until - time.monotonic()))
+            return self.journal.submit(DROP, records, applied, failed), int(moves.sum())
 
     def _empty_spare(self) -> None:
         """Give back the space of chunks in which nothing lives; blank what the system does not take back."""
@@ -292,7 +319,25 @@ def open_disk(
         raise
 
 
+def _refuse_other_kind(fs: Fs, path: str, config: Config) -> None:
+    """Parts of the other kind of disk would be beyond every budget and every removal, and none of them served.
+
+    Raises:
+        BadConfig: the parts that are there are of that kind.
+    """
+    slabs, lmdb = payload_names(fs, path)
+    mine, others, other = (lmdb, slabs, "slab") if config.disk == "lmdb" else (slabs, lmdb, "lmdb")
+    if others and not mine:
+        raise BadConfig(
+            f"disk={config.disk!r}: the store at {path} keeps its parts in {SLABS}/{others[0]}; open it with"
+            f" disk={other!r}, or choose another directory"
+        )
+    for name in others:
+        fs.unlink(f"{path}/{SLABS}/{name}")
+
+
 def _recover(fs: Fs, path: str, config: Config, sizes: Sizes, state: State, counters: Counters) -> Recovered:
+    _refuse_other_kind(fs, path, config)
     recovered = recover(
         fs, path, state, strict=config.strict,
         salvage=lambda: _salvage(fs, path, config, sizes, state, counters),
@@ -318,8 +363,9 @@ def _resident(
     stride_on_disk: Callable[[int, int], int],
 ) -> tuple[Residency, int]:
     """The DISK tier's residents as recovered, and how many parts could not be kept."""
-    # A value in LMDB takes two pages more than its part, and a write transaction needs some to spare.
-    arena_nbytes = parts_nbytes * 3 // 4 if config.disk == "lmdb" else parts_nbytes
+    # A value in LMDB takes a page more than a slot, three for the two of the smallest part, and a write transaction
+    # needs some to spare.
+    arena_nbytes = parts_nbytes * 5 // 8 if config.disk == "lmdb" else parts_nbytes
     arena = Arena(arena_nbytes, chunk_nbytes=_CHUNK_NBYTES, shared=False)
     num_dropped = _claim_slots(state, arena, stride_on_disk)
     policy = make_policy(config.policy, max(arena_nbytes, arena.live_nbytes), state.table.keys_of)

@@ -295,6 +295,8 @@ class Mover:
         def late(item: int) -> None:
             slot = int(targets[indices[item]])
             if slot >= 0 and self._memories[Tier.DEVICE].host_addressable:
+                device = self._memories[Tier.DEVICE]
+                device.parts(part_nbytes, slot, 1).zero_()  # a removal may have passed by it meanwhile
                 with self._lock:
                     self._residents[Tier.DEVICE].free(part_nbytes, np.array([slot], dtype=np.int64))
 

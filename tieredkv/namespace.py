@@ -6,8 +6,9 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -183,39 +184,46 @@ class Namespace:
         failures: list[Failure] = []
         while True:
             absent = frozenset((f.row, f.group) for f in failures)
-            with core.lock:
-                self.check_open()
-                found = self._find(ids, digests, absent)
-                lookup = self._describe(found)
-                rows = found.rows[: found.boundary]
-                held = rows[rows >= 0]  # with windows alone the head of a chain may be gone
-                core.table.pins[held] += 1
-                core.table.uses[held] += 1
+            pinned: list[Rows] = []
             try:
-                segments, failed = self._bring_up(rows, until)
-            except BaseException:
-                self._unpin(held)
-                raise
-            finally:
                 with core.lock:
-                    core.table.uses[held] -= 1
-            if not failed:
-                break
-            self._unpin(held)
+                    self.check_open()
+                    found = self._find(ids, digests, absent)
+                    lookup = self._describe(found)
+                    rows = found.rows[: found.boundary]
+                    held = rows[rows >= 0]  # with windows alone the head of a chain may be gone
+                    was = {tier: resident.has(held) for tier, resident in core.residents.items()}
+                    core.table.pins[held] += 1
+                    pinned.append(held)
+                segments, failed = self._bring_up_used(rows, held, until)
+                if not failed:
+                    self._hit(held, was, lookup)
+                    reason, detail = (failures[0].reason, "") if failures else (lookup.reason, lookup.detail)
+                    return Prefix(
+                        self.layout, lookup.num_tokens, segments, lookup.by_tier, reason, detail,
+                        partial(self._unpin, pinned), core.copy,
+                    )  # fmt: skip
+            except BaseException:
+                self._unpin(pinned)
+                raise
+            self._unpin(pinned)
             failures += failed
             self._report(failed)
-        reason, detail = (failures[0].reason, "") if failures else (lookup.reason, lookup.detail)
-        self._hit(held, lookup)
-        return Prefix(
-            self.layout,
-            lookup.num_tokens,
-            segments,
-            lookup.by_tier,
-            reason,
-            detail,
-            lambda: self._unpin(held),
-            self._core.copy,
-        )
+
+    def _bring_up_used(
+        self, rows: Rows, held: Rows, until: float
+    ) -> tuple[list[list[Segment]], list[Failure]]:
+        """As `_bring_up`; meanwhile no removal takes what it brings."""
+        core, is_used = self._core, False
+        try:
+            with core.lock:
+                core.table.uses[held] += 1
+                is_used = True
+            return self._bring_up(rows, until)
+        finally:
+            if is_used:
+                with core.lock:
+                    core.table.uses[held] -= 1
 
     def _bring_up(self, rows: Rows, until: float) -> tuple[list[list[Segment]], list[Failure]]:
         segments: list[list[Segment]] = []
@@ -239,17 +247,23 @@ class Namespace:
         if bad:
             self._core.drop_failed(bad, Cause.DAMAGED)
 
-    def _hit(self, rows: Rows, lookup: Lookup) -> None:
+    def _hit(self, rows: Rows, was: Mapping[Tier, npt.NDArray[np.bool_]], lookup: Lookup) -> None:
+        """Args: was: which of the rows lay in each tier before."""
         with self._core.lock:
             for tier, resident in self._core.residents.items():
-                resident.touch(rows)
+                resident.touch(rows, was[tier])
                 resident.hit_tokens += lookup.by_tier.get(tier.name.lower(), 0)
 
-    def _unpin(self, rows: Rows) -> None:
+    def _unpin(self, pinned: list[Rows]) -> None:
+        """Let go of what is pinned, once: an interrupted call may be made again."""
         if os.getpid() != self._pid:
             return  # in a forked child nothing is pinned, and the lock may be held for ever
         with self._core.lock:
+            if not pinned:
+                return
+            rows = pinned[0]
             self._core.table.pins[rows] -= 1
+            pinned.clear()  # no signal is looked at between these two
             assert not (self._core.table.pins[rows] < 0).any(), "a prefix was unpinned twice"
             self._core.table.free_if_empty(rows)
             self._core.look_again()
@@ -278,18 +292,20 @@ class Namespace:
         boundaries = self._boundaries(anchors, len(digests))
         spans = spans_by_group(self.layout, kv, len(ids), anchored=bool(boundaries))
         covered = self._covered(spans, len(digests))
-        with core.lock:
-            self.check_open()
-            rows = core.table.register(self.row.number, digests)
-            rows = rows[: int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)]
-            core.table.uses[rows] += 1
-            missing, num_storable = self._missing(rows, covered, boundaries)
-            self._remember_tokens(ids, rows, missing)
-        taken = 0
+        taken, is_used = 0, False
         try:
+            with core.lock:
+                self.check_open()
+                rows = core.table.register(self.row.number, digests)
+                rows = rows[: int(np.argmax(rows < 0)) if (rows < 0).any() else len(rows)]
+                missing, num_storable = self._missing(rows, covered, boundaries)
+                self._remember_tokens(ids, rows, missing)
+                core.table.uses[rows] += 1
+                is_used = True
             taken = core.mover.store(self.layout, rows, missing, spans, time.monotonic() + core.deadline_s)
         finally:
-            stored = self._stored(rows, missing, taken, num_storable, len(digests), boundaries)
+            if is_used:
+                stored = self._stored(rows, missing, taken, num_storable, len(digests), boundaries)
         return stored
 
     def _remember_tokens(self, ids: Tokens, rows: Rows, missing: npt.NDArray[np.bool_]) -> None:

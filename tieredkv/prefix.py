@@ -55,9 +55,9 @@ class Prefix:
 
     def close(self) -> None:
         """Unpin. Views are worthless afterwards. Closing twice is harmless."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     def segments(self, group: int) -> Sequence[Segment]:
         """The parts of one group as they lie, run by run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .disk import Disk
@@ -15,6 +16,7 @@ from .room import Room
 from .sessions import Sessions
 from .spiller import Cause, Spiller
 from .table.catalog import CatalogLog, SessionRow, to_record
+from .table.journal import DONE, InDoubt
 from .table.state import State
 from .tier.tensor import TensorTier
 from .wal.records import REMOVAL, REMOVED
@@ -111,15 +113,32 @@ class Remover:
             parts = [(row, group) for row in rows for group in range(table.num_groups)]
             for row in rows:
                 table.tokens.pop(row, None)
-            ticket = self._room.release(Parts.of(parts), Cause.REMOVED) if self._room is not None else None
+            ticket = self._room.release(Parts.of(parts), Cause.REMOVED) if self._room is not None else DONE
             table.forget_gone()
             for memory in self._memories.values():
                 memory.zero_free()
-        if ticket is not None:
-            ticket.wait(max(0.0, until - time.monotonic()))
-        with self._sessions.doubting([session.name for session in sessions]):
-            self._log(REMOVAL, lambda: (to_record(removal),), "the removal")
+        try:
+            if not ticket.wait(max(0.0, until - time.monotonic())) and not ticket.is_in_doubt:
+                raise SessionError(f"the log did not take that the blocks go: {ticket.error}")
+            with self._sessions.doubting([session.name for session in sessions]):
+                self._log(REMOVAL, lambda: (to_record(removal),), "the removal")
+        except InDoubt:
+            raise
+        except BaseException:
+            self._hold_again(session.name for session in sessions)
+            raise
+        with self._lock:
+            self._sessions.release_gone()
+        if not ticket.wait(0.0):  # it was in doubt, and lies before the removal in the log
+            raise SessionError(f"the removal is logged, but not that all blocks go: {ticket.error}")
         self.finish()
+
+    def _hold_again(self, names: Iterable[str]) -> None:
+        """Nothing was removed: the sessions hold what they held."""
+        with self._lock:
+            for row in [self._state.catalog.sessions.get(name) for name in names]:
+                if row is not None:
+                    self._sessions.hold(row)
 
     def _take_hold(self, going: _Going) -> tuple[list[SessionRow], list[int]]:
         """What goes. Wait until nobody uses the blocks that go (lock held); their sessions hold them no more.
@@ -143,6 +162,9 @@ class Remover:
                 )
             self._lock.wait(0.05)
 
+    def _no_spills(self, until: float) -> AbstractContextManager[bool]:
+        return nullcontext(True) if self._spiller is None else self._spiller.paused(until)
+
     def finish(self) -> None:
         """Erase what a logged removal left on disk.
 
@@ -151,7 +173,7 @@ class Remover:
         """
         until = time.monotonic() + _REMOVAL_S
         try:
-            erased = self._disk is None or self._disk.erase(until)
+            erased = self._disk is None or self._disk.erase(until, self._no_spills(until))
             why = self._disk.journal.trouble if self._disk else None
         except OSError as error:
             erased, why = False, str(error)

@@ -137,9 +137,15 @@ class Residency:
         for stride in np.unique(strides).tolist():
             self.free(stride, slots[strides == stride])
 
-    def touch(self, rows: Rows) -> None:
-        """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first."""
-        self.policy.touch(self._here(rows)[::-1])
+    def touch(self, rows: Rows, was: Flags) -> None:
+        """A hit on a chain's `rows`, given head to tail: the tail is touched first, so it ages first.
+
+        Args:
+            was: which of them `has` said were here before. The others the hit brought: they were inserted for it,
+                and are only put in order, for one use counts once.
+        """
+        self.policy.touch(self._here(rows[was])[::-1])
+        self.settle(rows[~was])
         if self.tier is Tier.DEVICE:  # every tier is told of a hit; the trace, once
             self.trace.note(Event.TOUCH, self.tier, rows)
 
@@ -147,9 +153,13 @@ class Residency:
         """A chain's `rows`, head to tail, came in one by one: put them in order, which is no hit."""
         self.policy.reorder(self._here(rows)[::-1])
 
-    def _here(self, rows: Rows) -> Rows:
-        here: Rows = rows[self.table.slot[self.tier][:, rows].max(axis=0) >= 0]
+    def has(self, rows: Rows) -> Flags:
+        """Which blocks have a part here: bool `[n]`."""
+        here: Flags = self.table.slot[self.tier][:, rows].max(axis=0) >= 0
         return here
+
+    def _here(self, rows: Rows) -> Rows:
+        return rows[self.has(rows)]
 
     def victims(self, nbytes: int, incoming: Rows) -> Rows:
         """Blocks that the policy would let go for `nbytes`, none pinned or moving; those of lower rank first."""

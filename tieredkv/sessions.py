@@ -44,6 +44,7 @@ class Session:
         self.space = space
         self._row = row
         self._release: Callable[[], None] | None = release
+        self._is_going = False  # a delete of it is under way
 
     def __enter__(self) -> Session:
         return self
@@ -139,7 +140,7 @@ class Session:
         self.check_open()
         self.space = space
         moved = session_with(self._row, namespace=space.row.number, anchors=())
-        self._row = self._owner.put(moved, like=self.name) if len(self.tokens) else moved
+        self._row = self._put(moved) if len(self.tokens) else moved
 
     def fork(self, name: str) -> Session:
         """A new session with the same content: blocks are shared, nothing is copied.
@@ -147,7 +148,7 @@ class Session:
         Raises:
             SessionError: a session of that name exists; or this one is closed.
         """
-        self.check_open()
+        self._check_change()
         return self._owner.open(name, self.space, like=self._row)
 
     def pin(self) -> None:
@@ -193,11 +194,13 @@ class Session:
                 but not everything could be erased before the deadline.
         """
         self.check_open()
+        self._is_going = True
         try:
             self._owner.remove([self.name])
         finally:
             if not self._owner.has_row(self.name):
                 self.close()
+            self._is_going = False
 
     def close(self) -> None:
         """Let the name be opened again. Closing twice is harmless."""
@@ -206,11 +209,21 @@ class Session:
             release()
 
     def _change(self, **changes: Any) -> None:
+        self._row = self._put(session_with(self._row, **changes))
+
+    def _put(self, row: SessionRow) -> SessionRow:
+        self._check_change()
+        return self._owner.put(row, like=self.name, check=self._check_change)
+
+    def _check_change(self) -> None:
+        """Raises SessionError or Closed: nothing can be logged of it any more."""
         self.check_open()
+        if self._is_going:
+            raise SessionError(f"session {self.name!r} is being deleted")
         self.space.check_open()
-        self._row = self._owner.put(session_with(self._row, **changes), like=self.name)
 
     def check_open(self) -> None:
+        """Raises SessionError once it is closed."""
         if self._release is None:
             raise SessionError(f"session {self.name!r} is closed")
 
@@ -315,7 +328,7 @@ class Sessions:
         if like is not None:
             try:
                 fresh = session_with(like, name=name, pinned=False, expires_at=0.0, left=())
-                session._row = self.put(fresh, like.name)
+                session._row = self.put(fresh, like.name, session._check_change)
             except BaseException:
                 session.close()
                 raise
@@ -368,11 +381,12 @@ class Sessions:
             rows = sorted(self._catalog.sessions.values(), key=lambda row: row.name)
             return tuple(row for row in rows if not self._is_expired(row))
 
-    def put(self, after: SessionRow, like: str) -> SessionRow:
+    def put(self, after: SessionRow, like: str, check: Callable[[], None]) -> SessionRow:
         """Log a session's new content, then let go of the anchors that it no longer names.
 
         Args:
             like: the session that it was made from: only what differs is logged.
+            check: asked where the record gets its place in the log: behind a removal it would bring back what went.
 
         Returns:
             The row as it was logged.
@@ -383,6 +397,7 @@ class Sessions:
             after = session_with(after, used_at=self.clock_s(), left=self._left(after.name, hold))
 
         def make() -> tuple[bytes, ...]:
+            check()
             # A delta is right only on top of the row that it was made from.
             base = None if like in self._in_doubt else self._catalog.sessions.get(like)
             self._in_doubt.add(after.name)
@@ -391,6 +406,8 @@ class Sessions:
         self._log(SESSION, make, f"session {after.name!r}", after)
         with self._lock:
             self._in_doubt.discard(after.name)
+            if after.name not in self._catalog.sessions:  # removed meanwhile
+                return after
             before = self._held.get(after.name)
             self._count_up(after.name, hold)
             self._rank()
@@ -487,9 +504,9 @@ class Sessions:
 
     def _count_up(self, name: str, hold: _Hold) -> None:
         """Lock held."""
-        self._held[name] = hold
         self._table.wish(hold.ends, holders=1)
         self._table.wish(hold.pinned, pins=1)
+        self._held[name] = hold  # last: what is in here is counted down once
 
     def release(self, name: str) -> None:
         """The session holds nothing any more (lock held)."""
@@ -497,6 +514,12 @@ class Sessions:
         if hold is not None:
             self._count_down(hold)
             self._rank()
+
+    def release_gone(self) -> None:
+        """Sessions that are no more hold nothing, whatever was on its way when they were removed (lock held)."""
+        for name in [*self._held]:
+            if name not in self._catalog.sessions:
+                self.release(name)
 
     def _rank(self) -> None:
         """Give each block the highest priority among the sessions that hold it (lock held)."""

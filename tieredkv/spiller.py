@@ -6,6 +6,7 @@ slot that a drop gives up is free only after that drop is applied.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -303,6 +304,16 @@ class Spiller:
             while self._in_flight and time.monotonic() < until:
                 self._lock.wait(min(0.05, max(0.001, until - time.monotonic())))
             return not self._in_flight
+
+    @contextlib.contextmanager
+    def paused(self, until: float) -> Iterator[bool]:
+        """Nothing is on its way to the disk in this scope; False where something still is at `until`."""
+        with self._in_order:  # no batch begins
+            with self._lock:
+                while self._in_flight and time.monotonic() < until:
+                    self._lock.wait(min(0.05, max(0.001, until - time.monotonic())))
+                is_idle = not self._in_flight
+            yield is_idle
 
     def close(self, until: float) -> None:
         """Stop the workers; parts still queued are not spilled."""

@@ -76,7 +76,7 @@ def test_full_blocks_from_the_head(case: tuple[BlockLayout, np.ndarray, int]) ->
     assert num_full_blocks(layout, present) == count
 
 
-@pytest.mark.parametrize(("window", "blocks"), [(1, 0), (2, 1), (17, 1), (18, 2), (33, 2), (40, 3)])
+@pytest.mark.parametrize(("window", "blocks"), [(1, 1), (2, 1), (17, 1), (18, 2), (33, 2), (40, 3)])
 def test_a_window_reaches_back_that_many_blocks(window: int, blocks: int) -> None:
     assert group_of("window", [0], window=window).num_window_blocks(SIZE) == blocks
 

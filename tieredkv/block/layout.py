@@ -127,10 +127,13 @@ class LayerGroup:
                 raise BadConfig(f"layer {spec.layer} {spec.name}: shape {spec.shape} in a {self.kind} group")
 
     def num_window_blocks(self, block_size: int) -> int:
-        """How many blocks before a boundary are needed there: ceil((W-1)/block_size), one for a state; 0: all."""
+        """How many blocks before a boundary are needed there: ceil((W-1)/block_size), one for a state; 0: all.
+
+        A window of one looks at no token before its own; it is given a block all the same, as the least there is.
+        """
         if self.kind == "recurrent":
             return 1
-        return -(-(self.window - 1) // block_size) if self.window else 0
+        return max(1, -(-(self.window - 1) // block_size)) if self.window else 0
 
 
 @dataclass(frozen=True)

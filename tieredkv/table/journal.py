@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from ..errors import SessionError
 from ..outcomes import Counters
 from ..system import Fs
 from ..wal.format import CheckpointRef, SegmentHeader, frame_nbytes
@@ -91,6 +92,14 @@ class Ticket:
         self._is_done = True
         while self._gates:
             self._gates.pop().open()
+
+
+class InDoubt(SessionError):
+    """The log did not take a record in time, and may still."""
+
+    def __init__(self, why: str, ticket: Ticket) -> None:
+        super().__init__(why)
+        self.ticket = ticket
 
 
 DONE = Ticket()
@@ -346,23 +355,30 @@ class Journal:
     def forget_past(self, until: float) -> bool:
         """After a removal: nothing of the log or of a checkpoint from before now stays on disk.
 
-        Ends the segment, writes a checkpoint, begins a segment that names it, and unlinks everything older.
+        Ends the segment, writes a checkpoint of all that came before, and unlinks everything older. What others log
+        meanwhile goes to the segment begun here and to those after it, and stays.
+
+        Raises:
+            OSError: the segment could not be ended.
         """
-        if not self.flush(until):
+        self._rotate(self._latest_checkpoint())
+        with self._writing:
+            keep_from, target = self._segments[-1].number, self._segments[-1].first_lsn - 1
+        if not self.flush(until):  # what was appended before is applied then
             return False
-        with self._lock:
-            target = self.applied_lsn
         self.checkpoint(until)
         if self.checkpoint_lsn < target:
             return False
         with self._unlinking, self._writing:
-            keep_from = self._writer.segment_number
             del self._checkpoints[1:]
             if prune_checkpoints(self._fs, self._dir, {self._checkpoints[0].lsn}):
                 return False
-            for segment in [s for s in self._segments if s.number < keep_from]:
-                self._writer.unlink_segment(segment.number)
-                self._segments.remove(segment)
+            while len(self._segments) > 1 and (
+                self._segments[0].number < keep_from
+                or self._segments[1].first_lsn - 1 <= self.checkpoint_lsn  # nobody logged anything meanwhile
+            ):
+                self._writer.unlink_segment(self._segments[0].number)
+                self._segments.pop(0)
             self._fs.sync_dir(self._wal_dir)
             self._fs.sync_dir(self._dir)
         return True

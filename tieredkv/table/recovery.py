@@ -134,9 +134,10 @@ def survey(fs: Fs, store_dir: str) -> Survey:
     try:
         names = fs.list_names(store_dir)
         segments = scan_segments(fs, f"{store_dir}/{WAL}")
-        payloads = _payload_names(fs, store_dir)
+        slabs, lmdb = payload_names(fs, store_dir)
+        payloads = [*slabs, *lmdb]
     except FileNotFoundError:
-        names, segments, payloads = [], [], []
+        names, segments, payloads = [], [], list[str]()
     except OSError as error:
         raise PathUnusable(f"{store_dir}: {error.strerror}") from error
     refuse_newer(segments)
@@ -255,6 +256,8 @@ def restore(
         try:
             if ref.lsn:
                 state.restore(read_checkpoint(fs, store_dir, ref))
+            elif all(header.previous.number for header in found.headers):
+                raise CorruptFormat("the log does not begin where it was empty")
             return ref
         except CorruptFormat as error:
             damage.append(str(error))
@@ -360,16 +363,14 @@ def _is_checkpoint(name: str) -> bool:
     return parse_checkpoint_name(name) is not None or is_temporary_name(name)
 
 
-def _payload_names(fs: Fs, store_dir: str) -> list[str]:
-    """Slabs, and a payload file of LMDB that has been written to: an empty one is two pages."""
+def payload_names(fs: Fs, store_dir: str) -> tuple[list[str], list[str]]:
+    """Slabs, and the payload file of LMDB if it has been written to: an empty one is two pages."""
     slabs_dir = f"{store_dir}/{SLABS}"
     if not fs.is_dir(slabs_dir):
-        return []
+        return [], []
     names = fs.list_names(slabs_dir)
-    found = [name for name in names if slab_format.parse_slab_name(name)]
-    if PAYLOAD_NAME in names and fs.file_nbytes(f"{slabs_dir}/{PAYLOAD_NAME}") > 2 * mmap.PAGESIZE:
-        found.append(PAYLOAD_NAME)
-    return found
+    lmdb = PAYLOAD_NAME in names and fs.file_nbytes(f"{slabs_dir}/{PAYLOAD_NAME}") > 2 * mmap.PAGESIZE
+    return [name for name in names if slab_format.parse_slab_name(name)], [PAYLOAD_NAME] * lmdb
 
 
 def _has_data(fs: Fs, store_dir: str, checkpoints: Sequence[int], payloads: Sequence[str]) -> bool:

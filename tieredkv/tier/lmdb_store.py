@@ -99,10 +99,23 @@ class LmdbStore:
         stamp(headers, part_nbytes)
         headers["checksum"] = checksums_of(payloads)
         seal(headers)
-        with self._writing() as txn:
-            for number, header, payload in zip(numbers, headers, payloads, strict=True):
-                txn.put(_KEY.pack(part_nbytes, number), b"".join((header.tobytes(), payload)))
+        self._put(part_nbytes, numbers, headers, payloads)
         return np.array(headers["checksum"], np.uint64)
+
+    def _put(
+        self, part_nbytes: int, numbers: Sequence[int], headers: Headers, payloads: Sequence[memoryview]
+    ) -> None:
+        """In one transaction; where that does not fit, in two: the pages that the first replaces serve again."""
+        try:
+            with self._writing() as txn:
+                for number, header, payload in zip(numbers, headers, payloads, strict=True):
+                    txn.put(_KEY.pack(part_nbytes, number), b"".join((header.tobytes(), payload)))
+        except OSError as error:
+            if error.errno != errno.ENOSPC or len(numbers) < 2:
+                raise
+            middle = len(numbers) // 2
+            for half in (slice(middle), slice(middle, None)):
+                self._put(part_nbytes, numbers[half], headers[half], payloads[half])
 
     def read(
         self,
