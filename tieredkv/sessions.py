@@ -211,9 +211,13 @@ class Session:
     def _change(self, **changes: Any) -> None:
         self._row = self._put(session_with(self._row, **changes))
 
-    def _put(self, row: SessionRow) -> SessionRow:
+    def leave(self, tokens: object) -> None:
+        """Blocks of these tokens were stored for what the session does not keep: with it they are deleted."""
+        self._row = self._put(self._row, as_tokens(tokens))
+
+    def _put(self, row: SessionRow, also_left: Tokens | None = None) -> SessionRow:
         self._check_change()
-        return self._owner.put(row, like=self.name, check=self._check_change)
+        return self._owner.put(row, self.name, self._check_change, also_left)
 
     def _check_change(self) -> None:
         """Raises SessionError or Closed: nothing can be logged of it any more."""
@@ -381,12 +385,15 @@ class Sessions:
             rows = sorted(self._catalog.sessions.values(), key=lambda row: row.name)
             return tuple(row for row in rows if not self._is_expired(row))
 
-    def put(self, after: SessionRow, like: str, check: Callable[[], None]) -> SessionRow:
+    def put(
+        self, after: SessionRow, like: str, check: Callable[[], None], also_left: Tokens | None = None
+    ) -> SessionRow:
         """Log a session's new content, then let go of the anchors that it no longer names.
 
         Args:
             like: the session that it was made from: only what differs is logged.
             check: asked where the record gets its place in the log: behind a removal it would bring back what went.
+            also_left: tokens whose blocks the session held once, beyond those that its record named.
 
         Returns:
             The row as it was logged.
@@ -394,7 +401,8 @@ class Sessions:
         self._check_open()
         with self._lock:
             hold = self._hold_of(after, self._held.get(like))
-            after = session_with(after, used_at=self.clock_s(), left=self._left(after.name, hold))
+            also = self._digests(session_with(after, tokens=also_left)) if also_left is not None else None
+            after = session_with(after, used_at=self.clock_s(), left=self._left(after.name, hold, also))
 
         def make() -> tuple[bytes, ...]:
             check()
@@ -470,7 +478,7 @@ class Sessions:
         raw = bytes.fromhex("".join(row.left))
         return self._table.find(np.frombuffer(raw, dtype=np.uint8).reshape(-1, DIGEST_NBYTES))
 
-    def _left(self, name: str, hold: _Hold) -> tuple[str, ...]:
+    def _left(self, name: str, hold: _Hold, also: Digests | None) -> tuple[str, ...]:
         """What `left` becomes when a session goes on with `hold`: only blocks that are stored count (lock held)."""
         row, before = self._catalog.sessions.get(name), self._held.get(name)
         if row is None or before is None:
@@ -479,6 +487,9 @@ class Sessions:
         same = (before.digests[:shared] == hold.digests[:shared]).all(axis=1)
         shared = int(np.argmin(np.append(same, False)))
         cut, back = before.digests[shared:], hold.digests[shared:]
+        if also is not None:
+            cut = np.concatenate([cut, also])
+            back = hold.digests  # of `also` too
         if not len(cut) and not row.left:
             return ()
         known = dict.fromkeys((*row.left, *(digest.tobytes().hex() for digest in cut)))

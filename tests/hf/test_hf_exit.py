@@ -168,7 +168,9 @@ def test_who_reads_and_who_ends_an_answer_end_it_once() -> None:
         num_ended.append(1)
         assert ends.wait(60)
 
-    answer = Answer(Generation(call), TextPieces(lambda ids: "x" * len(ids)), end)
+    generation = Generation(call)
+    answer = Answer(generation, TextPieces(lambda ids: "x" * len(ids)), end)
+    generation.start()
 
     def read() -> None:
         reads.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,10 +166,50 @@ def test_the_fingerprint_sees_every_change_of_a_live_model() -> None:
     with torch.no_grad():
         assert changed(lambda: model.lm_head.weight.mul_(2))
     assert changed(lambda: layer.active_adapters.append("poetry"))
+    assert changed(lambda: layer.scaling.update(poetry=0.5))
     assert changed(lambda: setattr(model.config, "sliding_window", 9))
     assert changed(lambda: model.set_attn_implementation("eager"))
     assert changed(lambda: model.to(torch.bfloat16))
     assert changed(lambda: model.train())
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}])
+def test_training_makes_another_model(options: dict[str, bool]) -> None:
+    """A fused optimizer, the default of `TrainingArguments`, writes without counting up any version."""
+    model = llama()
+    before, mark = read_model(model).identity, fingerprint(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    ids = torch.arange(8, 40)[None]
+    model.train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    model.eval()
+    assert fingerprint(model) != mark
+    assert read_model(model).identity.weights != before.weights
+
+
+def test_a_merged_adapter_makes_other_weights() -> None:
+    """PEFT writes it into the base weights through `.data`, which counts up no version either."""
+    model = with_adapters()
+    layer = model.model.layers[1].self_attn.k_proj
+    before, mark = read_model(model).identity, fingerprint(model)
+    layer.base_layer.weight.data += layer.lora_B["legal"].weight.data @ layer.lora_A["legal"].weight.data
+    layer.merged, layer.merged_adapters = True, ["legal"]
+    assert fingerprint(model) != mark
+    merged = read_model(model).identity
+    assert merged.weights != before.weights and not merged.adapters
+    layer.base_layer.weight.data -= layer.lora_B["legal"].weight.data @ layer.lora_A["legal"].weight.data
+    layer.merged, layer.merged_adapters = False, []
+    assert read_model(model).identity.weights != merged.weights
+
+
+def test_a_learned_prompt_is_refused() -> None:
+    model = llama()
+    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}
+    with pytest.raises(Unsupported, match="learned prompt"):
+        read_model(model)
+    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=False)}
+    read_model(model)
 
 
 def test_writing_through_data_needs_a_rehash() -> None:

@@ -151,3 +151,26 @@ def test_drafts_are_not_for_rows(open_kv: Callable[..., Any], tokenizer: Any) ->
         with pytest.raises(BadInput, match="prompt_lookup_num_tokens: drafts go with one sequence"):
             chat.generate([(session, prompt(20))], **GREEDY, prompt_lookup_num_tokens=3)
         assert not len(session.tokens)
+
+
+@pytest.mark.parametrize(
+    "counting", [{"no_repeat_ngram_size": 2}, {"max_length": 90}, {"min_length": 70, "max_new_tokens": 16}]
+)
+def test_what_counts_a_prompt_is_refused_where_padding_would_count(
+    counting: dict[str, Any], open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    chat = ChatModel(open_kv(), llama(), tokenizer)
+    a, b = chat.session("a"), chat.session("b")
+    with pytest.raises(BadInput, match="of different length"):
+        chat.generate([(a, prompt(40)), (b, prompt(63))], do_sample=False, **counting)
+    assert not len(a.tokens) and not len(b.tokens)
+    chat.generate([(a, prompt(40)), (b, prompt(40, seed=2))], do_sample=False, **counting)
+
+
+def test_a_pad_is_an_id_that_the_prompt_has(open_kv: Callable[..., Any], tokenizer: Any) -> None:
+    """`repetition_penalty` asks which ids are there; a likely one must not be for its padding."""
+    chat = ChatModel(open_kv(), model := llama(), tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight[0] = model.lm_head.weight[2:].mean(0)
+    options = {"repetition_penalty": 1.9}
+    assert answers_together(chat, **options) == answers_alone(chat, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,3 +187,130 @@ def test_what_cannot_be_opened_leaves_its_name(
     with pytest.raises(BadInput, match="name"):
         chat.import_(tmp_path / "file", name=42)  # type: ignore[arg-type]
     assert [row.name for row in kv.sessions()] == ["s"]
+
+
+def ids_in(path: Path, ids: Any) -> bool:
+    """Whether any file holds these ids, as slot headers do."""
+    raw = np.asarray(ids, dtype="<i4").tobytes()
+    return any(raw in file.read_bytes() for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("way", ["while it streams", "after it failed"])
+def test_a_delete_takes_what_a_turn_that_broke_off_had_stored(
+    way: str, open_kv: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, model = open_kv(), llama()
+    chat = ChatModel(kv, model, tokenizer)
+    session = chat.session("s")
+    if way == "while it streams":
+        answer = session.send("Tell me of the sea", max_new_tokens=200, do_sample=False)
+        for _ in range(40):
+            next(answer)
+    else:
+        forward, num_calls = model.forward, 0
+
+        def fail_later(*given: Any, **named: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 60:
+                raise RuntimeError("made to fail")
+            return forward(*given, **named)
+
+        monkeypatch.setattr(model, "forward", fail_later)
+        with pytest.raises(RuntimeError, match="made to fail"):
+            list(session.send("Tell me of the sea", max_new_tokens=200, do_sample=False))
+        monkeypatch.undo()
+        list(session.resume_answer(**GREEDY))
+    asked = session.tokens[:16].tolist()
+    assert kv.flush(60).ok and kv.stats().num_blocks > 0
+    session.delete()
+    assert kv.stats().num_blocks == 0
+    assert not ids_in(Path(kv.path), asked)
+
+
+def test_an_interrupt_while_the_answer_starts_leaves_nothing_running(
+    open_kv: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Thread.start` waits for the thread to come up, and that is where a signal finds it."""
+    model = llama()
+    with ChatModel(open_kv(), model, tokenizer).session("s") as session:
+        say(session, "One?")
+        start = threading.Thread.start
+
+        def interrupted(thread: threading.Thread) -> None:
+            start(thread)
+            if thread.name == "tieredkv-generate":
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.send("Two?", max_new_tokens=200)
+        assert session.interrupted
+        text = "".join(session.resume_answer(**GREEDY))
+        prompt = torch.from_numpy(session.tokens.astype(np.int64))[None]
+        end = session._record.turns[-2].end
+        cold = model.generate(prompt[:, :end], attention_mask=torch.ones_like(prompt[:, :end]), **GREEDY)
+        assert cold[0].tolist() == prompt[0].tolist() and session.messages[-1]["content"] == text
+
+
+def test_an_answer_whose_end_was_interrupted_is_over(open_kv: Callable[..., Any], tokenizer: Any) -> None:
+    with ChatModel(open_kv(), llama(), tokenizer).session("s") as session:
+        answer = session.send("One?", **GREEDY)
+
+        def interrupt(_generation: Any) -> None:
+            raise KeyboardInterrupt
+
+        answer._on_end = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            list(answer)
+        session.rollback(turns=1)
+        say(session, "Two?")
+
+
+def test_a_refused_commit_leaves_the_conversation_readable(
+    open_kv: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, model = open_kv(), llama()
+
+    def full(*_given: Any) -> None:
+        raise SessionError("the log did not take it: no space left on device")
+
+    with ChatModel(kv, model, tokenizer).session("s") as session:
+        for text in ("One?", "Two?"):
+            say(session, text)
+        said = session.messages
+        with monkeypatch.context() as patch:
+            patch.setattr(kv._sessions, "_log", full)
+            with pytest.raises(SessionError):
+                session.generate([{"role": "user", "content": "Another, longer beginning"}], **GREEDY)
+        assert session.messages == said
+        say(session, "Three?")
+        said = session.messages
+    kv.close()
+    with ChatModel(open_kv(), model, tokenizer).session("s") as session:
+        assert session.messages == said and len(said) == 6
+        say(session, "Four?")
+
+
+def test_a_rollback_into_the_first_message_is_a_conversation_without_any(
+    open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    kv, model = open_kv(), llama()
+    with ChatModel(kv, model, tokenizer).session("s") as session:
+        say(session, "Hello, my friend")
+        session.rollback(num_tokens=6)
+        assert session.messages == ()
+    kv.close()
+    with ChatModel(open_kv(), model, tokenizer).session("s") as session:
+        assert len(session.tokens) == 6
+        say(session, "Again")
+        assert len(session.messages) == 2
+
+
+def test_a_config_that_wants_no_cache_is_as_any_other(open_kv: Callable[..., Any], tokenizer: Any) -> None:
+    model = llama()
+    model.config.use_cache = model.generation_config.use_cache = False
+    with ChatModel(open_kv(), model, tokenizer).session("s") as session:
+        assert say(session, "One?")
+        assert say(session, "Two?") and session.last_explain.reused_tokens > 0

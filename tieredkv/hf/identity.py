@@ -55,6 +55,7 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LEAST_INTERVAL = 1024
 """Tokens between the states that are kept within a long prompt: fewer would cost more than they save."""
 
+_SCALING = ".scaling"
 _weights: weakref.WeakKeyDictionary[torch.nn.Module, Weights] = weakref.WeakKeyDictionary()
 
 
@@ -110,11 +111,13 @@ def rehash(model: torch.nn.Module) -> None:
 
 def read_model(model: torch.nn.Module, block_size: int = 32, salt: str = "") -> ModelFacts:
     """As `describe_model`, with the facts about each layer."""
+    _refuse_prompts(model)
     inner = inner_model(model)
     _refuse_by_kind(inner)
     found = probe(inner)
     layers = found.layers
     hashes = _weights.setdefault(inner, Weights())
+    hashes.expect(encode(_merged(inner)))
     tensors = _named_tensors(inner)
     tuned = _adapter_tensors(inner)
     base = {n: t for n, t in tensors.items() if not any(n.startswith(p) for p in _adapter_prefixes(inner))}
@@ -137,9 +140,31 @@ def fingerprint(model: torch.nn.Module) -> bytes:
     """A cheap mark that changes whenever `read_model` could give another identity; no byte is hashed."""
     inner = inner_model(model)
     tensors = [[n, t.data_ptr(), version_of(t), str(t.dtype)] for n, t in _named_tensors(inner).items()]
-    tuned = [[name, sorted(parts)] for name, parts in _adapter_tensors(inner).items()]
+    tuned = [
+        [name, sorted(parts), [float(t) for n, t in sorted(parts.items()) if n.endswith(_SCALING)]]
+        for name, parts in _adapter_tensors(inner).items()
+    ]
     config = _plain_config(inner)
-    return encode([tensors, tuned, json.dumps(config, sort_keys=True), _attention(inner), inner.training])
+    return encode(
+        [
+            tensors,
+            tuned,
+            _merged(inner),
+            json.dumps(config, sort_keys=True),
+            _attention(inner),
+            inner.training,
+        ]
+    )
+
+
+def _refuse_prompts(model: Any) -> None:
+    """What a wrapper puts before every prompt is nothing that the model inside could tell."""
+    for name, config in dict(getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise Unsupported(
+                f"adapter {name!r} is a learned prompt ({type(config).__name__}): its tokens have no ids,"
+                " and blocks are found by ids"
+            )
 
 
 def _refuse_by_kind(model: Any) -> None:
@@ -251,6 +276,15 @@ def _adapter_layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
+def _merged(model: torch.nn.Module) -> list[list[Any]]:
+    """Which adapters are in the base weights, by layer."""
+    return [
+        [n, [str(a) for a in getattr(m, "merged_adapters", ())]]
+        for n, m in _adapter_layers(model)
+        if m.merged
+    ]
+
+
 def _adapter_prefixes(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(
         f"{name}.{attribute}."
@@ -274,7 +308,7 @@ def _adapter_tensors(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor
                 parts |= _tensors_of(f"{name}.{attribute}", getattr(module, attribute, {}), adapter)
             scaling = getattr(module, "scaling", {})
             if adapter in scaling:
-                parts[f"{name}.scaling"] = torch.tensor(float(scaling[adapter]))
+                parts[f"{name}{_SCALING}"] = torch.tensor(float(scaling[adapter]))
     return {adapter: parts for adapter, parts in sorted(adapters.items()) if parts}
 
 

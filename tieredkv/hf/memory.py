@@ -78,6 +78,7 @@ class SessionMemory:
             "input_ids": torch.tensor(tokens[self._num_skipped :], dtype=torch.long, device=device)[None],
             "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long, device=device),
             self._live.cache_name: cache,
+            "use_cache": True,  # whatever the model's config says
         }
         return arguments, explain
 
@@ -131,6 +132,11 @@ class SessionMemory:
             len(tokens), hit.num_tokens, hit.by_tier, str(hit.reason), hit.detail,
             skipped_s=gate.skipped_s(hit.num_tokens, len(asked)), choice=choice,
         )  # fmt: skip
+
+    @property
+    def computed(self) -> Tokens:
+        """The ids whose KV is here: their blocks may be stored already, whether they are committed or not."""
+        return np.zeros(0, dtype=np.int32) if self._cache is None else self._cache.tokens
 
     def close(self) -> None:
         """As `drop`; what was learned of speeds is kept."""

@@ -23,6 +23,9 @@ from .probe import forward_arguments, inner_model
 from .row_ends import record_ends, row_enders, stop_ids
 from .states import State, is_pooling, put, read, states_of
 
+_COUNTING = frozenset(["max_length", "min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
+"""Arguments that count a prompt's ids, or runs of them, and so what pads it too."""
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -88,12 +91,23 @@ def check_rows(live: LiveModel, given: Mapping[str, Any], num_rows: int) -> None
 
 
 def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, Any]) -> list[Generated]:
-    """One `generate` call over all rows; the first sequence of each is committed."""
+    """One `generate` call over all rows; the first sequence of each is committed.
+
+    Raises:
+        BadInput: an argument that would read what pads shorter rows; nothing was generated.
+    """
+    readers = sorted(_COUNTING & {*prompt_readers(given, live.model, 0)})
+    if readers and len({len(row.tokens) for row in rows}) > 1:
+        raise BadInput(
+            f"{', '.join(readers)}: the rows are of different length, and what pads the shorter ones would be read as"
+            " their prompt; leave it out, or generate rows of one length together"
+        )
     num_returned = int(chosen("num_return_sequences", given, live.model) or 1)
     longest = max(len(row.tokens) for row in rows)
     pads = [longest - len(row.tokens) for row in rows]
     ids, mask = (np.zeros((len(rows), longest), dtype=np.int64) for _ in range(2))
     for number, row in enumerate(rows):
+        ids[number] = row.tokens[0]  # a pad that is in the prompt already
         ids[number, pads[number] :], mask[number, pads[number] :] = row.tokens, 1
     cache = _together(live, [row.cache for row in rows], num_sequences(given, live.model))
     # Where no layer counts tokens generate cannot tell what the cache holds: it is given the last ids alone.
@@ -103,6 +117,7 @@ def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, An
         "input_ids": torch.from_numpy(ids[:, skipped:]).to(live.device),
         "attention_mask": torch.from_numpy(mask[:, skipped:]).to(live.device),
         live.cache_name: cache,
+        "use_cache": True,
     }
     recorded, ends = record_ends(given, live.model)
     out = live.model.generate(**{**recorded, **inputs})

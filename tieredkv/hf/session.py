@@ -7,6 +7,7 @@ second turn in the same process restores nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -20,7 +21,7 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..block.hashing import common_prefix
-from ..errors import BadInput, SessionError
+from ..errors import BadInput, Closed, SessionError
 from ..sessions import Session
 from ..table.catalog import Turn
 from ..units import is_whole
@@ -212,7 +213,7 @@ class ChatSession:
         try:
             out = model.generate(**{**generate_kwargs, **attached})
         except BaseException:
-            self._memory.drop()
+            self._break_off()
             raise
         whole = self._memory.whole(out)
         return Generated(whole, self._keep(whole), torch.from_numpy(whole.astype(np.int64))[None])
@@ -296,7 +297,7 @@ class ChatSession:
         said = None if self._transcript.messages is None else self._transcript.messages[: len(kept)]
         meta = self._transcript.meta(self._record, tokens, kept, said)
         self._record.commit(tokens, kept, anchors=held, meta=meta)
-        self._transcript.messages = said
+        self._transcript.keep(said, meta)
         return end - self._memory.num_at_hand(self._record.space, self.tokens)
 
     def fork(self, name: str) -> ChatSession:
@@ -348,11 +349,12 @@ class ChatSession:
         Raises:
             SessionError: the session is closed, or its blocks are in use: nothing was changed.
         """
+        self._record.check_open()
         answer = self._answer() if self._answer is not None else None
         if answer is not None:
             answer.abandon()
         self._running = self._answer = None
-        self._memory.drop()
+        self._break_off()
         self._record.delete()
 
     def close(self) -> None:
@@ -412,7 +414,7 @@ class ChatSession:
             """Commit what was generated; after an error leave the turn interrupted."""
             self._explain, self._running, self._answer = self.last_explain, None, None
             if generation.error is not None:
-                self._memory.drop()
+                self._break_off()
                 return
             self._keep(self._memory.whole(generation.output))
 
@@ -421,7 +423,24 @@ class ChatSession:
         pieces = TextPieces(lambda ids: self._template.decode(np.array(ids, dtype=np.int32)))
         answer = Answer(generation, pieces, keep)
         self._answer = weakref.ref(answer)
+        try:
+            generation.start()
+        except BaseException:  # also an interrupt, which comes where the thread is waited for
+            answer.abandon()
+            self._running = self._answer = None
+            self._break_off()
+            raise
         return answer
+
+    def _break_off(self) -> None:
+        """Keep nothing of a turn. Blocks of it that are stored go with the session when that is deleted."""
+        computed, size = self._memory.computed, self._live.block_size
+        self._memory.drop()
+        if common_prefix(computed, self.tokens) // size < len(computed) // size:
+            with contextlib.suppress(
+                SessionError, Closed
+            ):  # why the turn broke off may be in the way of this too
+                self._record.leave(computed)
 
     def _keep(self, tokens: Tokens) -> str:
         """Commit the answer that ends in `tokens` to what was attached; returns its text."""
@@ -451,7 +470,7 @@ class ChatSession:
         held = anchors.at_question(turns, heads, self._record.anchors, shared, size)
         meta = {**self._transcript.meta(self._record, ids, turns, messages), "heads": heads}
         self._record.commit(ids, turns, anchors=held, meta=meta)
-        self._transcript.messages = messages
+        self._transcript.keep(messages, meta)
 
     def _commit_answer(self, tokens: Tokens, turns: Sequence[Turn], messages: list[Message] | None) -> None:
         """Blocks first, then the session record that names them."""
@@ -460,7 +479,7 @@ class ChatSession:
         stored = self._memory.store(held)
         meta = {**self._transcript.meta(self._record, tokens, turns, messages), "heads": heads}
         self._record.commit(tokens, turns, anchors=held, stored=stored, meta=meta)
-        self._transcript.messages = messages
+        self._transcript.keep(messages, meta)
         self._memory.detach()
 
     # Inside: the cache
@@ -516,7 +535,8 @@ class ChatSession:
     # Inside: what is allowed now
 
     def _check_idle(self) -> None:
-        if self._answer is not None and self._answer() is not None:
+        answer = self._answer() if self._answer is not None else None
+        if answer is not None and not answer.has_ended:
             raise SessionError(f"session {self.name!r} is answering: read the answer to its end or close it")
 
     def _check_ready(self, arguments: Mapping[str, Any]) -> None:

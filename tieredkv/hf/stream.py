@@ -22,7 +22,7 @@ _MOST_HELD = 8
 
 
 class Generation(BaseStreamer):  # type: ignore[misc]
-    """One call of `generate`, running from construction on.
+    """One call of `generate`, running from `start` on.
 
     Args:
         call: calls `generate` with the streamer and stopping criterion that it is given.
@@ -41,7 +41,17 @@ class Generation(BaseStreamer):  # type: ignore[misc]
         self._stop = _Stop()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(call,), name="tieredkv-generate", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        self._ended.set()
+
+    def start(self) -> None:
+        """Whoever is interrupted in here owns a call that may be running: `stop` and `join` end it."""
+        self._ended.clear()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread could be had
+            self._ended.set()
+            raise
 
     def put(self, value: torch.Tensor) -> None:
         """Called by `generate`: first with the prompt, then with each token or accepted run of tokens."""
@@ -76,8 +86,7 @@ class Generation(BaseStreamer):  # type: ignore[misc]
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the call to end; False if it has not, within `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._ended.wait(timeout_s)
 
     def _run(self, call: Callable[[BaseStreamer, StoppingCriteria], Any]) -> None:
         try:
@@ -85,6 +94,7 @@ class Generation(BaseStreamer):  # type: ignore[misc]
         except BaseException as error:  # it belongs to whoever reads the answer
             self.error = error
         finally:
+            self._ended.set()
             self._ids.put(None)
 
 
@@ -152,6 +162,11 @@ class Answer(Iterator[str]):
             if piece:
                 return piece
         raise StopIteration
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its turn is over: nothing more will be kept of it."""
+        return self._on_end is None
 
     def stop(self) -> None:
         """Stop generating, after the token that it is at."""

@@ -50,9 +50,12 @@ class Transcript:
     def meta(
         self, record: Session, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message] | None
     ) -> dict[str, Any]:
-        """What the record's meta becomes with these messages, which end in `tokens` as `turns` says."""
+        """What the record's meta becomes with these messages, which end in `tokens` as `turns` says.
+
+        `keep` them once that is committed.
+        """
         meta = {key: value for key, value in record.meta.items() if key not in _KEYS}
-        if not messages:
+        if messages is None:
             return meta
         shared = common_prefix(tokens, record.tokens)
         old = zip(record.turns, self.messages or (), turns, messages, strict=False)
@@ -62,8 +65,12 @@ class Transcript:
             # Some templates write the system message into the first user's: both may lie anywhere up to its end.
             start = turns[i - 1].end if i > 1 or (i and turns[0].role != "system") else 0
             places.append(self._locate(messages[i]["content"], tokens, start, turns[i].end))
-        self._places = places
         return {**meta, "chat": places, "checks": checks_of(messages)}
+
+    def keep(self, messages: list[Message] | None, meta: Mapping[str, Any]) -> None:
+        """These are committed, with the `meta` that was made of them."""
+        self._places = list(meta.get("chat", ()))
+        self.messages = messages
 
     def _read(self, record: Session) -> list[Message] | None:
         """What `meta` wrote; None if it is not there, or another tokenizer reads other text from the ids."""

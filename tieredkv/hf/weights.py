@@ -2,7 +2,8 @@
 
 SHA-256 tree: chunks of a tensor's bytes are the leaves, hashed in parallel (hashlib lets the GIL go); a
 tensor's node covers its dtype, shape and leaves; the root covers every name with its node. Nodes are
-remembered by tensor, storage pointer and version, so that only what changed is hashed again.
+remembered by tensor, storage pointer and version, so that only what changed is hashed again. A fused optimizer
+writes without counting up the version; its steps are counted here, by the parameters that it was given.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..block.identity import encode
 from ..errors import Unsupported
@@ -26,6 +29,19 @@ log = logging.getLogger("tieredkv.hf")
 _CHUNK_NBYTES = 32 * MiB
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
+_num_steps: dict[int, int] = {}
+"""Steps that optimizers of this process took, by the address of the parameter."""
+
+
+def _count_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            address = parameter.data_ptr()
+            _num_steps[address] = _num_steps.get(address, 0) + 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
 
 class Weights:
     """Hashes named tensors of one model and remembers what it hashed.
@@ -35,6 +51,13 @@ class Weights:
 
     def __init__(self) -> None:
         self._nodes: dict[str, tuple[weakref.ref[torch.Tensor], int, int, bytes]] = {}
+        self._merged: bytes | None = None
+
+    def expect(self, merged: bytes) -> None:
+        """Forget everything if other adapters are merged than before: they are written into the weights unseen."""
+        if merged != self._merged:
+            self.forget()
+        self._merged = merged
 
     def forget(self) -> None:
         """Hash every tensor again at the next `digest`."""
@@ -78,8 +101,9 @@ class Weights:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place; inference tensors do not count and give 0."""
-    return 0 if tensor.is_inference() else tensor._version
+    """How often the tensor was written in place; of inference tensors only an optimizer's steps are counted."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return version + _num_steps.get(tensor.data_ptr(), 0)
 
 
 def _chunks(name: str, tensor: torch.Tensor) -> Iterable[torch.Tensor]:

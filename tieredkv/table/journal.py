@@ -40,6 +40,8 @@ _RETRY_S = 0.02
 _GIVE_UP_S = 1.0
 """Whoever waits for a sync is told that it fails once that long no round has succeeded. The next may."""
 _PAUSE_S = 0.0005
+_LOOK_S = 0.5
+"""Both threads look by themselves that often: a caller's Ctrl-C in the middle of a `notify` can lose it."""
 
 Applied = Callable[[int, Rows], None]
 Failed = Callable[[Exception], None]
@@ -417,7 +419,7 @@ class Journal:
         if not self._taken:
             with self._queued:
                 while not self._queue and not self._closing:
-                    self._queued.wait()
+                    self._queued.wait(_LOOK_S)
                 self._taken, self._queue = self._queue, self._taken
         return list(self._take_batch())
 
@@ -639,7 +641,7 @@ class Journal:
         """Whether a sync round and a checkpoint are wanted; neither when an interval is over, or at the end."""
         with self._round:
             if not self._is_asked():
-                self._asked.wait(None if self._interval_s is None else max(0.0, due_at - time.monotonic()))
+                self._asked.wait(_LOOK_S if self._interval_s is None else max(0.0, due_at - time.monotonic()))
             wanted = bool(self._waiting) and self._waiting[0][0] <= self._num_finished
             if wanted:
                 self._gather()
