@@ -107,7 +107,9 @@ def generate_rows(live: LiveModel, rows: Sequence[Asked], given: Mapping[str, An
     pads = [longest - len(row.tokens) for row in rows]
     ids, mask = (np.zeros((len(rows), longest), dtype=np.int64) for _ in range(2))
     for number, row in enumerate(rows):
-        ids[number] = row.tokens[0]  # a pad that is in the prompt already
+        ids[number] = row.tokens[
+            0
+        ]  # releases before 5.24 take a pad for a part of the prompt: one that is there
         ids[number, pads[number] :], mask[number, pads[number] :] = row.tokens, 1
     cache = _together(live, [row.cache for row in rows], num_sequences(given, live.model))
     # Where no layer counts tokens generate cannot tell what the cache holds: it is given the last ids alone.
