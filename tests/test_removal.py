@@ -92,6 +92,34 @@ def test_what_others_log_during_a_purge_survives_a_crash_after_it(tmp_path: Path
         assert load_checked(kv.namespace(OTHER, FULL), prompt(1))[0] == 320
 
 
+def test_a_segment_never_names_an_older_checkpoint_than_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that did would take the newer back, whose log is gone: a purge lost every session to a crash after it."""
+    with opened(tmp_path / "store") as kv:
+        space = kv.namespace(IDENTITY, FULL)
+        session = kv.session("chat", space)
+        for number in range(3):
+            session.commit(SAID, [], meta={"number": number})
+            assert kv.checkpoint()
+        log = kv._disk.journal
+        sync = log._sync_round
+
+        def another_checkpoint() -> None:
+            """The thread that syncs was just writing one; a purge then leaves none before it."""
+            monkeypatch.setattr(log, "_sync_round", sync)
+            for number in (3, 4):
+                session.commit(SAID, [], meta={"number": number})
+                assert kv.checkpoint()
+            sync()
+
+        monkeypatch.setattr(log, "_sync_round", another_checkpoint)
+        log._rotate()
+        shutil.copytree(tmp_path / "store", tmp_path / "crashed")
+    with opened(tmp_path / "crashed", strict=True) as kv:
+        assert [dict(row.meta) for row in kv.sessions()] == [{"number": 4}]
+
+
 def test_a_purged_namespace_takes_no_session_back(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         space = kv.namespace(IDENTITY, FULL)

@@ -84,13 +84,13 @@ def test_a_folder_of_other_things_is_no_store(tmp_path: Path, command: str) -> N
 def test_a_repair_that_cannot_write_is_one_line(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         assert store(kv.namespace(IDENTITY, MIXED), prompt(1)).wait(60)
-    newest = max(tmp_path.glob("table-*.lmdb"))
-    newest.unlink()
-    newest.mkdir()
+    max(tmp_path.glob("table-*.lmdb")).unlink()  # something to repair
+    (tmp_path / "LOCK").unlink()
+    (tmp_path / "LOCK").mkdir()
     done = run("fsck", str(tmp_path), "--repair", "--json")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert "Is a directory" in line and str(newest) in line
+    assert "Is a directory" in line and str(tmp_path) in line
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "error": line.removeprefix("tieredkv: "),
         "exit_code": 2,

@@ -363,7 +363,7 @@ class Journal:
         Raises:
             OSError: the segment could not be ended.
         """
-        self._rotate(self._latest_checkpoint())
+        self._rotate()
         with self._writing:
             keep_from, target = self._segments[-1].number, self._segments[-1].first_lsn - 1
         if not self.flush(until):  # what was appended before is applied then
@@ -531,7 +531,7 @@ class Journal:
             if self.log_nbytes + self._writer.segment_nbytes > self._log_max_nbytes:
                 self._checkpoint_at_cap()
             if frame_nbytes(runs) > self._writer.room_nbytes:
-                self._rotate(self._latest_checkpoint())
+                self._rotate()
 
     def _checkpoint_at_cap(self) -> None:
         """The log may not grow before a checkpoint has made room. Raises OSError: it could not be written."""
@@ -569,21 +569,29 @@ class Journal:
     def _latest_checkpoint(self) -> CheckpointRef:
         return self._checkpoints[0] if self._checkpoints else CheckpointRef()
 
-    def _rotate(self, checkpoint: CheckpointRef) -> None:
-        """End the segment, synced with its payloads, and begin the next. Raises OSError."""
+    def _rotate(self, checkpoint: CheckpointRef | None = None) -> None:
+        """End the segment, synced with its payloads, and begin the next. Raises OSError.
+
+        Args:
+            checkpoint: a new one, which counts from here on. Else the next segment names the one that counts by then:
+                a newer segment that named an older one would take the other back.
+        """
         self._sync_round()
         with self._writing:
+            ref = checkpoint or self._latest_checkpoint()
             try:
                 self._append_empty()
             except OSError:  # the next header tells what is durable too
                 self._counters.add("log_write_errors")
             try:
                 header = self._writer.rotate(
-                    open_number=self._open_number, checkpoint=checkpoint, durable_lsn=self.durable_lsn
+                    open_number=self._open_number, checkpoint=ref, durable_lsn=self.durable_lsn
                 )
                 self._segments.append(_Segment.of(header))
             except OSError:
-                self._repair(checkpoint)
+                self._repair(ref)
+            if checkpoint is not None:
+                self._checkpoints.insert(0, checkpoint)
 
     def _repair(self, checkpoint: CheckpointRef | None = None) -> None:
         """After a failed write or sync: a new segment repeats what is not durable (writing lock held).
@@ -758,7 +766,6 @@ class Journal:
             self._num_failed_checkpoints += 1
             return
         self._appended_nbytes = 0
-        self._checkpoints.insert(0, ref)
         self._counters.add("checkpoints")
         self._try_unlink_old()
 

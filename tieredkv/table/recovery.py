@@ -256,7 +256,7 @@ def restore(
         try:
             if ref.lsn:
                 state.restore(read_checkpoint(fs, store_dir, ref))
-            elif all(header.previous.number for header in found.headers):
+            elif all(header.previous.lsn for header in found.headers):
                 raise CorruptFormat("the log does not begin where it was empty")
             return ref
         except CorruptFormat as error:
