@@ -37,11 +37,8 @@ def as_tokens(tokens: object) -> Tokens:
     """
     try:
         array = np.asarray(tokens)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # rows of uneven length, a tensor that is not in memory
+    except (TypeError, ValueError, RuntimeError) as error:
+        # rows of uneven length, or a tensor whose values are not in memory
         raise BadInput(f"tokens must be a 1-D sequence of integers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BadInput(f"tokens must be a 1-D sequence of integers, got {array.ndim}-D {array.dtype}")
