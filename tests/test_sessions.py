@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +90,6 @@ def test_a_name_is_open_once(tmp_path: Path) -> None:
         session.close()
         with kv.session("a", space), pytest.raises(SessionError, match="closed"):
             session.commit([1], [])
-
-
-def test_another_identity_under_a_name_begins_anew(tmp_path: Path) -> None:
-    with opened(tmp_path) as kv:
-        with kv.session("a", kv.namespace(IDENTITY, MIXED)) as session:
-            session.commit(prompt(0), [])
-        with kv.session("a", kv.namespace(OTHER, MIXED)) as session:
-            assert len(session.tokens) == 0
-            session.commit(prompt(1), [])
-        with kv.session("a", kv.namespace(IDENTITY, MIXED)) as session:
-            assert len(session.tokens) == 0, "the name was taken over"
-        assert len(kv.sessions()) == 1
 
 
 def test_bad_commits_change_nothing(tmp_path: Path) -> None:
@@ -495,6 +484,49 @@ def test_a_delete_takes_what_continues_its_chain(tmp_path: Path) -> None:
         raw = raw_bytes(tmp_path)
         assert prompt(1)[:64].tobytes() not in raw and prompt(2)[:64].tobytes() not in raw
         kv.check()
+
+
+def test_a_session_goes_on_under_another_identity(tmp_path: Path) -> None:
+    """After the weights changed: the tokens are the conversation's, the blocks are the old weights' alone."""
+    said, turns = prompt(0), (Turn("user", 20), Turn("assistant", len(prompt(0))))
+    with opened(tmp_path, device_nbytes="1MiB") as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        with kv.session("a", space) as session:
+            session.commit(said, turns, anchors=[SIZE], stored=[store(space, said)], meta={"x": 1})
+            session.pin()
+    with opened(tmp_path, device_nbytes="1MiB") as kv:
+        space, elsewhere = kv.namespace(IDENTITY, MIXED), kv.namespace(OTHER, MIXED)
+        with kv.session("a", elsewhere) as session:
+            assert session.tokens.tolist() == said.tolist() and session.turns == turns
+            assert session.meta == {"x": 1} and session.pinned and session.anchors == ()
+            assert elsewhere.lookup(session.tokens).num_tokens == 0
+        with kv.session("a", space) as session:
+            assert session.anchors == (SIZE,), "opening it elsewhere changed nothing"
+            assert load_checked(space, session.tokens)[0] == len(said) // SIZE * SIZE
+        with kv.session("a", elsewhere) as session:
+            session.commit(said, turns, stored=[store(elsewhere, said)])
+        kv.check()
+    with opened(tmp_path, device_nbytes="1MiB") as kv:
+        elsewhere = kv.namespace(OTHER, MIXED)
+        assert [row.namespace for row in kv.sessions()] == [elsewhere.row.number]
+        assert load_checked(elsewhere, said)[0] == len(said) // SIZE * SIZE
+        kv.session("a", elsewhere).delete()
+        assert kv.stats().num_blocks == 0, "those of before went with it"
+
+
+def test_the_name_of_another_salt_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        other = kv.namespace(replace(IDENTITY, salt="a secret"), MIXED)
+        with kv.session("a", space) as session:
+            session.commit(prompt(0), [])
+        with pytest.raises(SessionError, match="session 'a' is of another salt: choose another name") as told:
+            kv.session("a", other)
+        assert "secret" not in str(told.value)
+        with kv.session("a", space) as session, kv.session("b", other):
+            assert session.tokens.tolist() == prompt(0).tolist()
+            with pytest.raises(SessionError, match="another salt"):
+                session.follow(other)
 
 
 @pytest.mark.parametrize("restart", [False, True])

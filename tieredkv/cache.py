@@ -402,12 +402,13 @@ class TieredCache:
     def session(self, name: str, space: Namespace, like: SessionRow | None = None) -> Session:
         """Open or resume the session `name` of a namespace; or begin it with what another one there holds.
 
-        A session of another identity under this name is not resumed: it begins empty, and its first commit
-        takes the name over.
+        One that was last of another identity goes on in this one: its tokens are the same, its blocks are computed
+        anew, and those of before go with it when it is deleted. A tenant's name is not another's.
 
         Raises:
             BadInput: not a namespace of this cache, or one that was purged; no name.
-            SessionError: it is open already in this process; or it should begin `like` another, and exists.
+            SessionError: it is open already in this process; or of another salt; or it should begin `like` another,
+                and exists.
         """
         self.check_open()
         self._check_ours(space)

@@ -139,7 +139,7 @@ class Session:
         """
         self.check_open()
         self.space = space
-        moved = session_with(self._row, namespace=space.row.number, anchors=())
+        moved = self._owner.followed(self._row, space)
         self._row = self._put(moved) if len(self.tokens) else moved
 
     def fork(self, name: str) -> Session:
@@ -316,7 +316,7 @@ class Sessions:
 
         Raises:
             BadInput: no name.
-            SessionError: it is open already; or it should begin `like` another, and exists.
+            SessionError: it is open already; or of another salt; or it should begin `like` another, and exists.
         """
         _check_name(name)
         with self._lock:
@@ -325,8 +325,10 @@ class Sessions:
             if name in self._open:
                 raise SessionError(f"session {name!r} is open already; close it first")
             row = self._catalog.sessions.get(name)
-            if row is None or row.namespace != space.row.number or self._is_expired(row):
+            if row is None or self._is_expired(row):
                 row = SessionRow(name, space.row.number, np.zeros(0, dtype=np.int32))
+            elif row.namespace != space.row.number:
+                row = self.followed(row, space)
             self._open.add(name)
         session = Session(self, space, row, lambda: self._open.discard(name))
         if like is not None:
@@ -337,6 +339,17 @@ class Sessions:
                 session.close()
                 raise
         return session
+
+    def followed(self, row: SessionRow, space: Namespace) -> SessionRow:
+        """`row` as it goes on in another namespace: its tokens are the same, none of its blocks are there yet.
+
+        Raises:
+            SessionError: that namespace is of another salt.
+        """
+        before = self._catalog.namespaces.get(row.namespace)
+        if before is not None and before.fingerprint.get("salt") != space.row.fingerprint.get("salt"):
+            raise SessionError(f"session {row.name!r} is of another salt: choose another name")
+        return session_with(row, namespace=space.row.number, anchors=())
 
     def import_(self, file: SessionFile, space: Namespace, name: str | None) -> Session:
         """A new session with what an exported one held.

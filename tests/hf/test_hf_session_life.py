@@ -187,6 +187,37 @@ def test_a_prefetch_that_is_cancelled_leaves_nothing(open_kv: Callable[..., Any]
     assert kv.sessions() == () and kv.stats().num_blocks == 0 and kv.stats().num_pins == 0
 
 
+# Another model, another tenant
+
+
+def test_a_conversation_goes_on_with_weights_that_changed_meanwhile(
+    open_kv: Callable[..., Any], tokenizer: Any
+) -> None:
+    kv, model = open_kv(), llama()
+    with ChatModel(kv, model, tokenizer).session("s", system=SYSTEM) as session:
+        say(session, "Is it raining?")
+        kept = session.messages
+    kv.close()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.01)
+    with ChatModel(open_kv(), model, tokenizer).session("s") as session:
+        assert session.messages == kept
+        say(session, "And in winter?")
+        assert session.last_explain.reused_tokens == 0 and session.messages[:3] == kept
+        assert session.tokens.tolist() == plain_answer(model, session)
+
+
+def test_the_name_of_another_tenant_is_refused(open_kv: Callable[..., Any], tokenizer: Any) -> None:
+    kv, model = open_kv(), llama()
+    with ChatModel(kv, model, tokenizer, salt="one").session("s") as session:
+        say(session, "Is it raining?")
+        kept = session.messages
+    with pytest.raises(SessionError, match="'s' is of another salt"):
+        ChatModel(kv, model, tokenizer, salt="two").session("s")
+    with ChatModel(kv, model, tokenizer, salt="one").session("s") as session:
+        assert session.messages == kept
+
+
 # Move
 
 

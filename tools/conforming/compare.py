@@ -68,9 +68,15 @@ def most_error(model: Any, logits: Sequence[torch.Tensor]) -> float:
     return MOST_BF16_SHARE * max(part.abs().max().item() for part in logits)
 
 
-def judge_later(scene: Scene, history: Sequence[Turn], turn: Turn) -> Finding:
-    """A turn after rows were chosen from: only that its logits are right, whoever computed what it reused."""
-    error = as_it_was(scene, all_forwards(list(history)), turn, history[-1].tokens.shape[1] - 1)
+def judge_later(scene: Scene, history: Sequence[Turn], row: Row, turn: Turn) -> Finding:
+    """A turn after the first sequence of a row: that its logits are right, however the row was computed.
+
+    What is kept was: the history, the row's prompt, then its answer token by token, alone.
+    """
+    prompt, said = row.prompt.shape[1], row.sequences[:1]
+    before = calls_up_to(scene, all_forwards(list(history)), row.forwards[0].start) + row.forwards
+    before += [Forward(at, said[:, at : at + 1], said, 1) for at in range(prompt - 1, said.shape[1] - 1)]
+    error = as_it_was(scene, before, turn, said.shape[1] - 1)
     logits = [forward.logits for forward in turn.forwards]
     return _verdict(scene, "", error, turn.num_reused, turn.num_reused, logits)
 
@@ -123,7 +129,7 @@ def judge_rows(
     forwards: Sequence[Forward],
     options: Mapping[str, Any],
 ) -> Finding:
-    """Several rows in one call, against the same over stock caches put together, and against each prompt alone."""
+    """Several rows in one call, against the same over stock caches put together, and each alone as it was."""
     stocks = [_before(scene, history, row) for history, row in zip(histories, rows, strict=True)]
     cache = together(stocks, max((1, *options.values())))
     longest = max(row.prompt.shape[1] for row in rows)
@@ -139,13 +145,13 @@ def judge_rows(
     elif not all(torch.equal(a.logits, b.logits) for a, b in zip(forwards, theirs, strict=True)):
         different = f"logits differ by {_apart(forwards, theirs):.1e} from an unevicted cache"
     error = 0.0
-    for number, row in enumerate(rows):
-        alone = _recorded(scene, options, input_ids=row.prompt)
+    for number, (history, row) in enumerate(zip(histories, rows, strict=True)):
+        alone = _row_as_it_was(scene, history, row, options)
         num_each = alone[-1].ids.shape[0]
         mine = [_rows_of(forward, number * num_each, num_each) for forward in forwards]
         error = max(error, _apart(mine, alone))
         if not all(torch.equal(a.ids[:, -1:], b.ids[:, -1:]) for a, b in zip(mine, alone, strict=True)):
-            error = math.inf  # other tokens than without any cache: what follows them cannot be compared
+            error = math.inf  # other tokens: what follows them cannot be compared
     num_reused = min(row.forwards[0].start for row in rows)
     reusable = min(history[-1].tokens.shape[1] for history in histories) - 1
     return _verdict(scene, different, error, num_reused, reusable, [forward.logits for forward in forwards])
@@ -159,6 +165,23 @@ def _before(scene: Scene, history: Sequence[Turn], row: Row) -> Stock:
     stock.back_to(start)
     stock.play(row.forwards)
     return stock
+
+
+def _row_as_it_was(
+    scene: Scene, history: Sequence[Turn], row: Row, options: Mapping[str, Any]
+) -> list[Forward]:
+    """The row alone behind a stock cache that kept its history; the rest of its prompt as in `as_it_was`."""
+    stock = Stock(scene.model, scene.family)
+    kept = history[-1].tokens.shape[1] - 1
+    stock.play(calls_up_to(scene, all_forwards(list(history)), kept))
+    stock.back_to(min(kept, stock.num_tokens))
+    if scene.family.step or scene.family.kind == RECURRENT:
+        stock.forward_in_steps(row.prompt[:, stock.num_tokens : -1])
+    cache = together([stock], max((1, *options.values())))
+    given = {"input_ids": row.prompt[:, stock.num_tokens :], cache_name(scene.model): cache}
+    if scene.family.kind != RECURRENT:  # such a cache knows no length, so neither does a mask
+        given["attention_mask"] = torch.ones_like(row.prompt)
+    return _recorded(scene, options, **given)
 
 
 def _recorded(scene: Scene, options: Mapping[str, Any], **given: Any) -> list[Forward]:

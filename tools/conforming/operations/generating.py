@@ -108,7 +108,7 @@ def _rows(scene: Scene, options: Mapping[str, Any]) -> Finding:
         rows, forwards = scene.say_in_rows(chat, asked, **options)
         after = scene.say(session, scene.following(rows[0].sequences[:1], NUM_SAID, 91))
     found = judge_rows(scene, [turns], rows, forwards, options)
-    return worst([found, judge_later(scene, turns, after)])
+    return worst([found, judge_later(scene, turns, rows[0], after)])
 
 
 def two_prefixes(scene: Scene) -> Finding:
@@ -125,7 +125,9 @@ def two_prefixes(scene: Scene) -> Finding:
             for session, row in zip(sessions, rows, strict=True)
         ]
     found = [judge_rows(scene, histories, rows, forwards, {})]
-    found += [judge_later(scene, turns, turn) for turns, turn in zip(histories, later, strict=True)]
+    found += [
+        judge_later(scene, turns, row, turn) for turns, row, turn in zip(histories, rows, later, strict=True)
+    ]
     return worst(found)
 
 
