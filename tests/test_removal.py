@@ -168,31 +168,27 @@ def test_a_commit_does_not_bring_back_what_a_removal_takes_at_that_moment(tmp_pa
         assert kv.sessions() == ()
 
 
-def test_with_lmdb_a_purge_loses_nothing_that_others_store(tmp_path: Path) -> None:
-    sizes = {"device_nbytes": "16MiB", "host_nbytes": "16MiB", "disk_nbytes": "128MiB"}
-    with opened(tmp_path, disk="lmdb", **sizes) as kv:
-        stays, stored = kv.namespace(OTHER, FULL), list[tuple[int, Any]]()
-        for number in range(4):
-            going = kv.namespace(IDENTITY, FULL)
-            assert store(going, SAID).wait(60)
-            stop = threading.Event()
+def test_with_lmdb_a_purge_loses_nothing_that_others_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored just before the one payload file goes is not in it: it waits for the next one."""
+    with opened(tmp_path, disk="lmdb", device_nbytes="16MiB") as kv:
+        stays, going = kv.namespace(OTHER, FULL), kv.namespace(IDENTITY, FULL)
+        assert store(going, SAID).wait(60)
+        disk = kv._disk
+        assert disk is not None
+        blank, stored = disk.store.blank, list[Any]()
 
-            def work(first: int = 100 * (number + 1), stop: threading.Event = stop) -> None:
-                for seed in range(first, first + 100):
-                    stored.append((seed, store(stays, prompt(seed))))
-                    if stop.is_set():
-                        return
+        def store_and_blank(*args: Any) -> None:
+            stored.append(store(stays, prompt(1)))
+            assert not stored[0].wait(0.5), "no payload is on its way to a file that goes"
+            blank(*args)
 
-            thread = threading.Thread(target=work)
-            thread.start()
-            assert comes_true(lambda: len(stored) > 0)
-            kv.purge(going)
-            stop.set()
-            thread.join()
-        assert all(wait.wait(60) for _, wait in stored)
-        there = [seed for seed, _ in stored if stays.lookup(prompt(seed)).num_tokens == 320]
+        monkeypatch.setattr(disk.store, "blank", store_and_blank)
+        kv.purge(going)
+        assert stored[0].wait(60)
         memory_only_disk(kv)
-        assert there and all(load_checked(stays, prompt(seed))[0] == 320 for seed in there)
+        assert load_checked(stays, prompt(1))[0] == 320
 
 
 # ---- when the disk does not take them ------------------------------------------------------------

@@ -344,11 +344,11 @@ class Sessions:
         """`row` as it goes on in another namespace: its tokens are the same, none of its blocks are there yet.
 
         Raises:
-            SessionError: that namespace is of another salt.
+            SessionError: that namespace is of another salt, or what it was of before is not known any more.
         """
         before = self._catalog.namespaces.get(row.namespace)
         if before is not None and before.fingerprint.get("salt") != space.row.fingerprint.get("salt"):
-            raise SessionError(f"session {row.name!r} is of another salt: choose another name")
+            raise SessionError(f"session {row.name!r} is not of this salt, as far as is known: choose another name")
         return session_with(row, namespace=space.row.number, anchors=())
 
     def import_(self, file: SessionFile, space: Namespace, name: str | None) -> Session:

@@ -79,6 +79,17 @@ def test_explain_says_what_a_resume_would_find(folder: Path) -> None:
         explain_session(folder, "three")
 
 
+def test_of_many_sessions_the_names_most_like_it_are_told(tmp_path: Path) -> None:
+    with opened(tmp_path) as kv:
+        space = kv.namespace(IDENTITY, MIXED)
+        for number in range(30):
+            with kv.session(f"alice/{number:02}", space) as session:
+                session.commit(SHARED, [])
+    with pytest.raises(BadInput) as told:
+        explain_session(tmp_path, "alice/7")
+    assert "alice/07" in str(told.value) and str(told.value).endswith(" and 25 more")
+
+
 def test_a_resume_that_lacks_its_anchor_says_so(tmp_path: Path) -> None:
     with opened(tmp_path) as kv:
         space = kv.namespace(IDENTITY, MIXED)

@@ -212,7 +212,7 @@ def test_the_name_of_another_tenant_is_refused(open_kv: Callable[..., Any], toke
     with ChatModel(kv, model, tokenizer, salt="one").session("s") as session:
         say(session, "Is it raining?")
         kept = session.messages
-    with pytest.raises(SessionError, match="'s' is of another salt"):
+    with pytest.raises(SessionError, match="'s' is not of this salt"):
         ChatModel(kv, model, tokenizer, salt="two").session("s")
     with ChatModel(kv, model, tokenizer, salt="one").session("s") as session:
         assert session.messages == kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from ..table.catalog import Catalog, NamespaceRow, SessionRow
 from ..table.key_index import Rows
 from ..tier.slab_format import SLOT_HEADER_NBYTES
 from .report import Condition, Reading, read
+
+_NUM_NAMED = 5  # of the sessions there are, where none has the name asked for: those most like it
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,11 @@ def explain_session(path: str | os.PathLike[str], name: str, fs: Fs | None = Non
     condition = reading.condition
     row = reading.state.catalog.sessions.get(name)
     if row is None:
-        known = ", ".join(sorted(reading.state.catalog.sessions)) or "none"
+        names = reading.state.catalog.sessions
+        known = sorted(get_close_matches(name, names, n=_NUM_NAMED, cutoff=0.0))
+        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         why = f"; {condition}" if condition.exit_code else ""
-        raise BadInput(f"{reading.path}: no session {name!r}; there are: {known}{why}")
+        raise BadInput(f"{reading.path}: no session {name!r}; there are: {', '.join(known) or 'none'}{more}{why}")
     namespace = reading.state.catalog.namespaces.get(row.namespace)
     if namespace is None or namespace.layout.is_stand_in:
         why = "its namespace is not known: the log that named it was lost"
