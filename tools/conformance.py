@@ -60,7 +60,9 @@ def main(
             status.update(f"transformers {minor}")
             try:
                 packages = environments.environment(minor, folder)
-                for cell in _cells(packages, [f.name for f in families], [o.name for o in operations], jobs):
+                longest_first = sorted(families, key=lambda family: family.weights is None)
+                names = [family.name for family in longest_first]
+                for cell in _cells(packages, names, [o.name for o in operations], jobs):
                     found = cells.in_order([*found, cell])
                     console.print(report.line(cell), style="dim", markup=False, highlight=False)
                     if markdown:  # what is done outlives a run that is cut off

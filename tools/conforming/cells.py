@@ -23,7 +23,7 @@ from .family import RECURRENT, Family
 from .operations import OPERATIONS, Operation
 from .scene import GREEDY, Scene, quiet
 from .stock import Stock, cache_name
-from .verdict import ABSENT, CELL, REFUSED, WRONG, Cell, DidNotHappen
+from .verdict import ABSENT, CELL, READY, REFUSED, WRONG, Cell, DidNotHappen
 
 _NUM_HELD, _NUM_ASKED = 40, 60
 _SILENT = "behind a prefix in its own cache the same call gives other logits"
@@ -55,12 +55,16 @@ def cells_of(family: Family, operations: Sequence[Operation]) -> Iterator[Cell]:
 
 
 def main() -> None:
-    """A process that does some rows, and prints each cell as it comes."""
+    """A process that reads names of families, does their rows, and prints each cell as it comes."""
     quiet()
-    families, operations = chosen(*json.loads(sys.argv[1]))
-    for family in families:
-        for found in cells_of(family, operations):
-            print(CELL + json.dumps(found.as_json()), flush=True)
+    _, operations = chosen((), json.loads(sys.argv[1]))
+    print(READY, flush=True)
+    for line in sys.stdin:
+        families, _ = chosen([line.strip()], ())
+        for family in families:
+            for found in cells_of(family, operations):
+                print(CELL + json.dumps(found.as_json()), flush=True)
+        print(READY, flush=True)
 
 
 def cell(family: Family, operation: Operation, folder: Path) -> Cell:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,12 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Queue
+from typing import IO
 
 import transformers
 
 import tieredkv
 
-from .verdict import CELL, Cell
+from .verdict import CELL, READY, Cell
 
 _TOOLS = Path(__file__).parents[1]
 
@@ -57,17 +59,17 @@ def environment(minor: str, folder: Path) -> Path | None:
 def run_all(
     packages: Path | None, families: Sequence[str], operations: Sequence[str], num_jobs: int
 ) -> Iterator[Cell]:
-    """The cells of families as they come; the families are dealt to so many processes.
+    """The cells of families as they come; so many processes each take the next family when they have done one.
 
     Raises:
         ChildFailed: a process ended before its last cell.
     """
-    dealt = [part for n in range(num_jobs) if (part := families[n::num_jobs])]
+    waiting = deque(families)
     found: Queue[Cell | ChildFailed | None] = Queue()
-    children = [_start(packages, part, operations) for part in dealt]
+    children = [_start(packages, operations) for _ in range(min(num_jobs, len(families)))]
     try:
         for child in children:
-            threading.Thread(target=_read, args=(child, found), daemon=True).start()
+            threading.Thread(target=_serve, args=(child, waiting, found), daemon=True).start()
         num_running = len(children)
         while num_running:
             cell = found.get()
@@ -83,29 +85,43 @@ def run_all(
             child.wait()
 
 
-def _start(
-    packages: Path | None, families: Sequence[str], operations: Sequence[str]
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from conforming import cells; cells.main()"]
-    job = json.dumps([list(families), list(operations)])
+def _start(packages: Path | None, operations: Sequence[str]) -> subprocess.Popen[str]:
+    program = "from conforming import cells; cells.main()"
+    command = [sys.executable, "-c", program, json.dumps(list(operations))]
     surroundings = _surroundings(packages)
     pipe, together = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(
-        [*command, job], stdout=pipe, stderr=together, text=True, cwd=_TOOLS, env=surroundings
+        command, stdin=pipe, stdout=pipe, stderr=together, text=True, cwd=_TOOLS, env=surroundings
     )
 
 
-def _read(child: subprocess.Popen[str], found: Queue[Cell | ChildFailed | None]) -> None:
-    """Hand on the cells that `child` prints, one a line among whatever else it says."""
-    assert child.stdout is not None
+def _serve(
+    child: subprocess.Popen[str], waiting: deque[str], found: Queue[Cell | ChildFailed | None]
+) -> None:
+    """Give `child` a family whenever it is ready; hand on its cells, one a line among whatever else it says."""
+    assert child.stdin is not None and child.stdout is not None
     said: deque[str] = deque(maxlen=20)
     for line in child.stdout:
         if line.startswith(CELL):
             found.put(Cell(**json.loads(line.removeprefix(CELL))))
+        elif line.startswith(READY):
+            with contextlib.suppress(OSError):  # it has ended: its exit status says how
+                _give(child.stdin, waiting)
         else:
             said.append(line)
     failed = child.wait() != 0
     found.put(ChildFailed("".join(said).strip() or f"exit status {child.returncode}") if failed else None)
+
+
+def _give(to: IO[str], waiting: deque[str]) -> None:
+    """The next family, or the end."""
+    try:
+        family = waiting.popleft()
+    except IndexError:  # another process took the last one
+        to.close()
+        return
+    to.write(f"{family}\n")
+    to.flush()
 
 
 def _surroundings(packages: Path | None) -> dict[str, str]:

@@ -9,6 +9,8 @@ from typing import Any
 EXACT, CHECKPOINT, REFUSED, WRONG, ABSENT = "exact", "checkpoint", "refused", "wrong", "absent"
 CELL = "cell: "
 """How a line begins by which a process hands on a cell."""
+READY = "ready for a family"
+"""The line by which it asks for the next one."""
 _WORST_FIRST = (WRONG, REFUSED, CHECKPOINT, EXACT)
 
 
