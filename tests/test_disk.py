@@ -35,7 +35,7 @@ from core_helpers import (
     store,
 )
 
-from tieredkv import Reason, Turn, spiller
+from tieredkv import Reason, Turn, removal, spiller
 from tieredkv.cache import TieredCache, open_cache
 from tieredkv.disk import shares
 from tieredkv.errors import Closed, DamagedStore, PathUnusable, SessionError
@@ -908,8 +908,11 @@ def test_what_a_segment_that_cannot_be_read_may_name_stays(tmp_path: Path) -> No
     assert {p.name for p in tmp_path.glob("table-*")} == tables
 
 
-def test_a_purge_that_the_log_takes_too_late_is_waited_for(tmp_path: Path) -> None:
+def test_a_purge_that_the_log_takes_too_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is put into the namespace after it would belong to nothing."""
+    monkeypatch.setattr(removal, "_REMOVAL_S", 1.0)
     gate = Gate()
     fs = HookedFs(lambda op, path: gate.pass_through() if op == "pwritev" and path.endswith(".wal") else None)
     with opened(tmp_path, fs=fs, deadline_s=0.2) as kv:

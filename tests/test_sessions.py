@@ -520,7 +520,7 @@ def test_the_name_of_another_salt_is_refused(tmp_path: Path) -> None:
         other = kv.namespace(replace(IDENTITY, salt="a secret"), MIXED)
         with kv.session("a", space) as session:
             session.commit(prompt(0), [])
-        with pytest.raises(SessionError, match="session 'a' is not of this salt.*: choose another name") as told:
+        with pytest.raises(SessionError, match="session 'a' is not of this salt") as told:
             kv.session("a", other)
         assert "secret" not in str(told.value)
         with kv.session("a", space) as session, kv.session("b", other):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from core_helpers import IDENTITY, MIXED, SIZE, opened, prompt, quiet, store
+from replay_tool import replay
 from typer.testing import CliRunner
 
 from tieredkv.audit.sessions import explain_session
@@ -132,8 +131,6 @@ def test_names_that_steer_a_terminal_are_shown_and_do_nothing(tmp_path: Path) ->
         said = prompt(1, 3 * SIZE + 1)
         with kv.session(name, space) as session:
             session.commit(said, [Turn("user", len(said))], stored=[store(space, said)])
-    root = Path(__file__).parents[2]
-    replay = [sys.executable, str(root / "tools" / "replay.py")]
     outputs = {}
     for command in (["stat"], ["sessions"], ["fsck"], ["explain", name]):
         done = CliRunner().invoke(app, [command[0], str(folder), *command[1:]])
@@ -141,8 +138,8 @@ def test_names_that_steer_a_terminal_are_shown_and_do_nothing(tmp_path: Path) ->
         outputs[command[0]] = done.output
     out, last = str(tmp_path / "b[/y]"), f"{as_json('stat', str(folder))['last_lsn']}"
     for arguments in ([], ["--at", last], ["--session", name], ["--verify"], ["--salvage", out]):
-        ran = subprocess.run([*replay, str(folder), *arguments], capture_output=True, text=True, cwd=root)
-        assert ran.returncode == 0, (arguments, ran.stderr)
+        ran = replay(folder, *arguments)
+        assert ran.exit_code == 0, (arguments, ran.stderr)
         outputs[" ".join(["replay", *arguments[:1]])] = ran.stdout
     for what, text in outputs.items():
         assert "\x1b" not in text, what

@@ -16,16 +16,24 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from core_helpers import IDENTITY, MIXED, opened, prompt, store
+from replay_tool import TOOL, replay
 
 import tieredkv
 from tieredkv.sessions import Session
 from tieredkv.table.catalog import Turn
 
-TOOL = Path(__file__).parents[2] / "tools" / "replay.py"
 HOME = str(Path(tieredkv.__file__).parents[1])
 
 
 def run(*arguments: Any) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the object of the last line, and all that was printed."""
+    done = replay(*arguments, "--json")
+    assert done.stdout, done.stderr
+    return done.exit_code, json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+def run_as_process(*arguments: Any) -> tuple[int, dict[str, Any], str]:
+    """The same as people run it."""
     done = subprocess.run(
         [sys.executable, str(TOOL), *map(str, arguments), "--json"],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": HOME},
@@ -96,14 +104,14 @@ def test_what_is_not_understood_is_refused(path: Path, arguments: list[str]) -> 
 
 
 def test_exit_codes(path: Path, tmp_path: Path) -> None:
-    assert run(tmp_path / "nowhere")[0] == 3
+    assert run_as_process(tmp_path / "nowhere")[0] == 3
     other = tmp_path / "other"
     other.mkdir()
     (other / "letter.txt").write_text("hello")
-    assert run(other)[0] == 3
+    assert run_as_process(other)[0] == 3
     with opened(tmp_path / "held") as kv:
         store(kv.namespace(IDENTITY, MIXED), prompt(1, 85)).wait(60)
-        assert run(tmp_path / "held", "--truncate")[0] == 2
+        assert run_as_process(tmp_path / "held", "--truncate")[0] == 2
         assert kv.flush(60).ok
 
 
