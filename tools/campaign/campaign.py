@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from tieredkv.testing.oracle import Findings
@@ -45,11 +46,13 @@ class Totals:
 
     Attributes:
         tell: called with whatever a job finds, as soon as it is known.
+        stop_early: begin no further job once anything was found.
         skipped: parts that cannot run here, and why.
         found_by: findings by part and kind.
     """
 
     tell: Tell = _tell_nobody
+    stop_early: bool = False
     findings: Findings = field(default_factory=Findings)
     kills_by_step: Counter[str] = field(default_factory=Counter)
     cuts_by_step: Counter[str] = field(default_factory=Counter)
@@ -59,6 +62,10 @@ class Totals:
     num_calls: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
     found_by: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_over(self) -> bool:
+        return self.stop_early and bool(self.findings)
 
     def take(self, part: str, outcome: Outcome) -> None:
         """Add what one job of a part did; a job that died or hung is a finding itself."""
@@ -107,18 +114,18 @@ def run(
     tell: Tell = _tell_nobody,
     part_is_over: Callable[[str, Totals], None] = lambda _part, _totals: None,
 ) -> Totals:
-    """Run every part of `plan`; with `stop_early` only up to the first that finds something."""
-    totals = Totals(tell)
+    """Run every part of `plan`; with `stop_early` only until something is found."""
+    totals = Totals(tell, stop_early)
     for name, part in PARTS.items():
         part(plan, seed, totals, report)
         part_is_over(name, totals)
-        if stop_early and totals.findings:
+        if totals.is_over:
             break
     return totals
 
 
 def _drain(part: str, jobs: Iterator[tuple[str, Job]], totals: Totals, done: Callable[[], None]) -> None:
-    for outcome in run_jobs(jobs, timeout_s=_HANG_S):
+    for outcome in run_jobs(takewhile(lambda _job: not totals.is_over, jobs), timeout_s=_HANG_S):
         totals.take(part, outcome)
         done()
 
