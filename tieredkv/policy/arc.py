@@ -118,12 +118,12 @@ class ARC:
             self._home(x).sizes.move_to_end(x)
 
     def insert(self, numbers: Numbers, nbytes: npt.NDArray[np.int64]) -> None:
-        assert (nbytes > 0).all() and not self.holds(numbers).any(), f"insert {numbers}, {nbytes} bytes"
         for x, key, size in zip(numbers.tolist(), self._keys_of(numbers), nbytes.tolist(), strict=True):
             self._insert(x, key, size)
 
     def _insert(self, x: int, key: Hashable, nbytes: int) -> None:
         b1, b2 = self._b1, self._b2
+        assert nbytes > 0 and x not in self._home(x).sizes, f"insert {x}, {nbytes} bytes"
         if key in b1.sizes or key in b2.sizes:
             # Cases II and III: x in B1 ∪ B2. Adapt p, then move x to the MRU end of T2.
             self._p = self._adapted(self._p, key, b1.nbytes - self._new_b1, b2.nbytes - self._new_b2)
@@ -224,27 +224,26 @@ class _Replace:
         self._nbytes = 0
         self._sizes1, self._sizes2 = t1.sizes, t2.sizes
         self._free1, self._free2 = _free(t1, held), _free(t2, held)
-        self._lru1 = next(self._free1, None)
-        self._lru2 = next(self._free2, None)
 
     def until(self, nbytes: int, p: float, x_in_b2: bool) -> tuple[int, int]:
         """Chooses until all that was chosen adds up to `nbytes`; gives the bytes this took from T1 and T2."""
         gone_t1 = gone_t2 = 0
         while self._nbytes < nbytes:
-            first = self.t1_nbytes > p or (x_in_b2 and self.t1_nbytes == p)
-            if self._lru1 is not None and (first or self._lru2 is None):
-                size = self._sizes1[self._lru1]
-                self.chosen.append(self._lru1)
-                self._lru1 = next(self._free1, None)
+            from_t1 = self.t1_nbytes > p or (x_in_b2 and self.t1_nbytes == p)
+            lru = next(self._free1 if from_t1 else self._free2, None)
+            if lru is None:
+                from_t1 = not from_t1
+                lru = next(self._free1 if from_t1 else self._free2, None)
+            if lru is None:
+                break
+            self.chosen.append(lru)
+            if from_t1:
+                size = self._sizes1[lru]
                 self.t1_nbytes -= size
                 gone_t1 += size
-            elif self._lru2 is not None:
-                size = self._sizes2[self._lru2]
-                self.chosen.append(self._lru2)
-                self._lru2 = next(self._free2, None)
-                gone_t2 += size
             else:
-                break
+                size = self._sizes2[lru]
+                gone_t2 += size
             self._nbytes += size
         return gone_t1, gone_t2
 
