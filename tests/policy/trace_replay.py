@@ -93,48 +93,82 @@ def request(policy: Pages, x: int, page_nbytes: int = 1) -> bool:
     return False
 
 
-class _Replay:
-    """References to pages of one byte, given to a policy in as few calls as change nothing for it.
+class _OneByOne:
+    """References to pages of one byte, each miss alone as ARC wants to see it; hits in a row are one touch."""
 
-    Hits in a row are one touch. New pages in a row are up to `batch` in one insert; of what LRU then lets go,
-    none is asked for in between, so it counts as if each had come alone. ARC looks at every one: its batch is 1.
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.residents: set[int] = set()
+        self.touched: list[int] = []
+        self.num_hits = 0
+
+    def request(self, x: int) -> None:
+        if x in self.residents:
+            self.touched.append(x)
+            self.num_hits += 1
+            return
+        self.finish()
+        policy, page = self.policy, numbers_of((x,))
+        if policy.nbytes == policy.capacity_nbytes:
+            gone = policy.victims(1, none_held, page)
+            policy.evict(gone)
+            self.residents.difference_update(gone.tolist())
+        policy.insert(page, np.ones(1, dtype=np.int64))
+        self.residents.add(x)
+
+    def finish(self) -> None:
+        if self.touched:
+            self.policy.touch(numbers_of(self.touched))
+            self.touched = []
+
+
+class _InBatches:
+    """The same for LRU, where many references make one call each of victims, evict, insert and touch.
+
+    Up to `batch` new pages are put in at once, for what LRU would let go first; then all that was asked for since
+    is touched in its order. As long as none of those first ones is asked for, that is as if each came alone.
     """
 
     def __init__(self, policy: Policy, batch: int) -> None:
         self.policy = policy
         self.batch = batch
         self.residents: set[int] = set()
-        self.touched: list[int] = []
+        self.asked: dict[int, None] = {}
         self.missed: dict[int, None] = {}
+        self.first: list[int] = []
+        self.going: set[int] = set()
         self.num_hits = 0
 
     def request(self, x: int) -> None:
-        if self.missed and (x in self.missed or x in self.residents):
-            self.insert()
-        if x in self.residents:
-            self.touched.append(x)
+        if x in self.going:
+            self.finish()
+        if x in self.missed or x in self.residents:
             self.num_hits += 1
-            return
-        self.touch()
+            self.asked.pop(x, None)
+        else:
+            self.miss(x)
+        self.asked[x] = None
+
+    def miss(self, x: int) -> None:
+        if not self.missed:
+            self.finish()
+            self.first = self.policy.victims(self.batch, none_held, numbers_of(())).tolist()
+            self.going = set(self.first)
         self.missed[x] = None
-        if len(self.missed) >= self.batch:
-            self.insert()
+        if len(self.missed) == self.batch:
+            self.finish()
 
-    def touch(self) -> None:
-        if self.touched:
-            self.policy.touch(numbers_of(self.touched))
-            self.touched = []
-
-    def insert(self) -> None:
-        policy, pages = self.policy, numbers_of(self.missed)
-        missing = policy.nbytes + len(pages) - policy.capacity_nbytes
-        if missing > 0:
-            gone = policy.victims(missing, none_held, pages)
-            policy.evict(gone)
-            self.residents.difference_update(gone.tolist())
-        policy.insert(pages, np.ones(len(pages), dtype=np.int64))
-        self.residents.update(self.missed)
-        self.missed = {}
+    def finish(self) -> None:
+        policy = self.policy
+        if self.missed:
+            gone = self.first[: max(0, policy.nbytes + len(self.missed) - policy.capacity_nbytes)]
+            policy.evict(numbers_of(gone))
+            self.residents.difference_update(gone)
+            policy.insert(numbers_of(self.missed), np.ones(len(self.missed), dtype=np.int64))
+            self.residents.update(self.missed)
+        if self.asked:
+            policy.touch(numbers_of(self.asked))
+        self.missed, self.asked, self.going = {}, {}, set()
 
 
 def none_held(numbers: Numbers) -> np.ndarray:
@@ -143,11 +177,12 @@ def none_held(numbers: Numbers) -> np.ndarray:
 
 def count_hits(name: str, num_pages: int, references: Iterable[int]) -> int:
     """How many of the references the policy of that name and capacity has."""
-    replay = _Replay(make_policy(name, num_pages, keys_of), min(num_pages, 256) if name == "lru" else 1)
+    policy = make_policy(name, num_pages, keys_of)
+    replay = _InBatches(policy, max(1, min(num_pages // 16, 256))) if name == "lru" else _OneByOne(policy)
     for x in references:
         replay.request(x)
-    replay.touch()
-    replay.policy.check()
+    replay.finish()
+    policy.check()
     return replay.num_hits
 
 
