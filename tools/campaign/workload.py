@@ -43,7 +43,8 @@ from tieredkv.tier.lmdb_store import LmdbStore
 from tieredkv.tier.slab import SlabStore
 
 BLOCK_SIZE = 16
-TENANTS = ("a", "b")
+TENANTS = ("a", "b", "a2")
+"""`a2` is `a` after its weights changed: sessions go on from one to the other."""
 _WINDOW = 24
 _INTERVAL_MS = 10.0
 _PAUSE_S = 0.4
@@ -112,7 +113,7 @@ def draw_config(rng: random.Random, **fixed: Any) -> Config:
 
 
 def identity(tenant: str) -> Identity:
-    return Identity(weights="0" * 64, salt=tenant)
+    return Identity(weights=tenant[1:].rjust(64, "0"), salt=tenant[:1])
 
 
 @dataclass
@@ -329,8 +330,8 @@ class Life:
             self.wrong += differences(space, prompt, prefix)
 
     def _turn(self) -> None:
-        name = f"s{self._rng.randrange(4)}"
         prompt = self._draw_prompt(grow=True)
+        name = f"{prompt.tenant[0]}{self._rng.randrange(4)}"
         space = self.space(prompt.tenant)
         stored = self._store_prompt(prompt)
         ids = prompt.ids()
