@@ -348,7 +348,9 @@ class Sessions:
         """
         before = self._catalog.namespaces.get(row.namespace)
         if before is not None and before.fingerprint.get("salt") != space.row.fingerprint.get("salt"):
-            raise SessionError(f"session {row.name!r} is not of this salt, as far as is known: choose another name")
+            raise SessionError(
+                f"session {row.name!r} is not of this salt, as far as is known: choose another name"
+            )
         return session_with(row, namespace=space.row.number, anchors=())
 
     def import_(self, file: SessionFile, space: Namespace, name: str | None) -> Session:

@@ -117,7 +117,9 @@ def explain_session(path: str | os.PathLike[str], name: str, fs: Fs | None = Non
         known = sorted(get_close_matches(name, names, n=_NUM_NAMED, cutoff=0.0))
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         why = f"; {condition}" if condition.exit_code else ""
-        raise BadInput(f"{reading.path}: no session {name!r}; there are: {', '.join(known) or 'none'}{more}{why}")
+        raise BadInput(
+            f"{reading.path}: no session {name!r}; there are: {', '.join(known) or 'none'}{more}{why}"
+        )
     namespace = reading.state.catalog.namespaces.get(row.namespace)
     if namespace is None or namespace.layout.is_stand_in:
         why = "its namespace is not known: the log that named it was lost"
