@@ -63,7 +63,7 @@ class ChatModel:
             system: its system message, if it is new.
 
         Raises:
-            SessionError: it is open already in this process.
+            SessionError: it is open already in this process; or of another salt.
         """
         self._live.refresh()
         return self._open(name, system=system)
